@@ -6,32 +6,36 @@
 #include <string>
 #include <tuple>
 
-#include "comm_world.h"
+#include "virtual_ranks/matrices.h"
 
 namespace te {
 namespace {
 
+using testing::Event;
 using testing::Matrix;
+using testing::MatrixCall;
 using testing::Sharded;
+using testing::StepKind;
 using testing::World;
+using testing::WorldOptions;
 
 constexpr int32_t kMostRanks = 8;
 constexpr uint64_t kSeeds = 100;
 
-te_comm_world_options options_of(int32_t ranks, uint64_t seed) {
-  te_comm_world_options options{};
+WorldOptions options_of(int32_t ranks, uint64_t seed) {
+  WorldOptions options{};
   options.ranks = ranks;
-  options.slots = 1 + int32_t(seed % 2);
+  options.buffers = 1 + int32_t(seed % 2);
   options.seed = seed;
-  options.loop = 1;
-  options.debug = 1;
-  options.trace = 1;
+  options.by_loop = true;
+  options.poison = true;
+  options.trace = true;
   return options;
 }
 
 // A call by both schedules in many orders: each rank gets `rows` rows of what is wanted.
 template <class T>
-void check_seeds(World::Call<T> call, bool by_depth, int64_t rows, const Sharded<T>& want) {
+void check_seeds(MatrixCall<T> call, bool by_depth, int64_t rows, const Sharded<T>& want) {
   const auto ranks = int32_t(want.size());
   call.weight_by_depth = by_depth;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -39,8 +43,8 @@ void check_seeds(World::Call<T> call, bool by_depth, int64_t rows, const Sharded
     Sharded<T> out = testing::empty<T>(ranks, rows, want[0].cols);
     call.schedule = seed % 4 == 0 ? TE_COMM_SERIAL : TE_COMM_CHUNKED;
     call.out = &out;
-    TE_ASSERT_OK(world.call(call));
-    TE_ASSERT_OK(world.run());
+    call.queue_in(world);
+    world.run();
     ASSERT_TRUE(testing::same_bits(out, want)) << ranks << " ranks of " << rows << " rows, seed " << seed;
   }
 }
@@ -130,13 +134,13 @@ TEST(CommWorld, ProductScatter) {
 
 // What was lent by te_set_cpu_gemm, or the plain loop where nothing was, gives the same call.
 TEST(CommWorld, ProductsAreTeGemms) {
-  te_comm_world_options options = options_of(2, 1);
-  options.loop = 0;
+  WorldOptions options = options_of(2, 1);
+  options.by_loop = false;
   World world(options);
   Sharded<float> x = testing::random<float>(2, 4, 8, 1), w = testing::random<float>(2, 3, 8, 2);
   Sharded<float> out = testing::empty<float>(2, 8, 3);
-  TE_ASSERT_OK(world.call(World::Call<float>{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, nullptr, &out}));
-  TE_ASSERT_OK(world.run());
+  MatrixCall<float>{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, nullptr, &out}.queue_in(world);
+  world.run();
   for (size_t r = 0; r < 2; ++r) {
     EXPECT_TRUE(out[r].same_bits(testing::product(TE_GEMM_TN, w[r], testing::gathered(x))));
   }
@@ -150,17 +154,17 @@ TEST(CommWorld, TraceIsThePlan) {
   std::set<std::vector<int32_t>> orders;
   for (uint64_t seed = 0; seed < 10; ++seed) {
     World world(options_of(kRanks, seed));
-    TE_ASSERT_OK(world.call(World::Call<float>{TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, &x, &w, nullptr, &out}));
-    TE_ASSERT_OK(world.run());
-    std::map<int32_t, std::vector<te_comm_event>> pushes, others;
+    MatrixCall<float>{TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, &x, &w, nullptr, &out}.queue_in(world);
+    world.run();
+    std::map<int32_t, std::vector<Event>> pushes, others;
     std::set<std::pair<int32_t, int32_t>> pushed;
     std::vector<int32_t> order;
-    for (const te_comm_event& event : world.trace()) {
+    for (const Event& event : world.trace()) {
       order.push_back(event.rank);
       EXPECT_EQ(event.call, 0);
-      (event.kind == TE_COMM_STEP_PUSH ? pushes : others)[event.rank].push_back(event);
-      if (event.kind == TE_COMM_STEP_PUSH) pushed.insert({event.rank, event.peer});
-      EXPECT_TRUE(event.kind != TE_COMM_STEP_WAIT || pushed.count({event.peer, event.rank}));
+      (event.kind == StepKind::kPush ? pushes : others)[event.rank].push_back(event);
+      if (event.kind == StepKind::kPush) pushed.insert({event.rank, event.peer});
+      EXPECT_TRUE(event.kind != StepKind::kWait || pushed.count({event.peer, event.rank}));
     }
     orders.insert(order);
     for (int32_t rank = 0; rank < kRanks; ++rank) {
@@ -173,48 +177,52 @@ TEST(CommWorld, TraceIsThePlan) {
       for (int64_t i = 0; i < count; ++i) {
         const te_comm_step& step = steps[size_t(i)];
         const bool is_push = step.kind == TE_COMM_STEP_PUSH;
-        const te_comm_event& event = is_push ? pushes[rank].at(push++) : others[rank].at(other++);
+        const Event& event = is_push ? pushes[rank].at(push++) : others[rank].at(other++);
         EXPECT_EQ(std::tuple(event.kind, event.peer, event.first, event.last),
-                  std::tuple(step.kind, step.peer, step.first, step.last));
+                  std::tuple(StepKind(step.kind), step.peer, step.first, step.last));
       }
       EXPECT_EQ(push, pushes[rank].size());
-      ASSERT_EQ(other + 3, others[rank].size());  // join, and the two slots given back
-      EXPECT_EQ(others[rank][other].kind, TE_COMM_STEP_JOIN);
-      EXPECT_EQ(others[rank][other + 1].kind, TE_COMM_STEP_RELEASE);
+      ASSERT_EQ(other + 3, others[rank].size());  // join, and the release of two buffers
+      EXPECT_EQ(others[rank][other].kind, StepKind::kJoin);
+      EXPECT_EQ(others[rank][other + 1].kind, StepKind::kRelease);
     }
   }
   EXPECT_GT(orders.size(), 5u) << "seeds give hardly any order of their own";
 }
 
 TEST(CommWorld, RefusesWhatDoesNotFit) {
-  const auto refused = [](te_status status, const std::string& word) {
-    EXPECT_EQ(status, TE_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(te_last_error()).find(word), std::string::npos) << te_last_error();
+  const auto refused = [](const auto& action, const std::string& message) {
+    try {
+      action();
+      ADD_FAILURE() << "not refused: " << message;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), TE_INVALID_ARGUMENT);
+      EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
+    }
   };
-  te_comm_world* none = nullptr;
-  te_comm_world_options bad = options_of(0, 0);
-  refused(te_comm_world_create(&bad, &none), "'options.ranks' is 0");
+  WorldOptions bad = options_of(0, 0);
+  refused([&] { World(bad).run(); }, "'options.ranks' is 0");
   bad = options_of(2, 0);
-  bad.slots = 3;
-  refused(te_comm_world_create(&bad, &none), "'options.slots' is 3");
-  refused(te_comm_world_run(nullptr), "'world' is NULL");
+  bad.buffers = 3;
+  refused([&] { World(bad).run(); }, "'options.buffers' is 3");
 
   World world(options_of(3, 0));
   Sharded<float> x = testing::random<float>(3, 4, 8, 1), w = testing::random<float>(3, 5, 8, 2);
   Sharded<float> out = testing::empty<float>(3, 12, 5), narrow = testing::empty<float>(3, 12, 4);
-  World::Call<float> call{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, nullptr, &narrow};
-  refused(world.call(call), "'call.out[0]' is [12, 4], wanted [12, 5]");
+  MatrixCall<float> call{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, nullptr, &narrow};
+  const auto queue = [&] { call.queue_in(world); };
+  refused(queue, "'call.out[0]' is [12, 4], wanted [12, 5]");
   call.out = nullptr;
-  refused(world.call(call), "'call.out' is NULL");
+  refused(queue, "'call.out' is NULL");
   call.out = &out;
   call.other = &out;
-  refused(world.call(call), "'call.other' is without its fellow");
+  refused(queue, "'call.other' is given without wgrad");
   call.other = nullptr;
   call.op = TE_COMM_PRODUCT_SCATTER;
-  refused(world.call(call), "'call.source[0]' is [4, 8], wanted rows that 3 divides");
+  refused(queue, "'call.source[0]' is [4, 8], wanted rows that 3 divides");
   call.op = TE_COMM_GATHER_PRODUCT;
-  TE_ASSERT_OK(world.call(call));  // nothing was lost
-  TE_ASSERT_OK(world.run());
+  call.queue_in(world);  // nothing was lost
+  world.run();
   EXPECT_TRUE(out[2].same_bits(testing::product(TE_GEMM_TN, w[2], testing::gathered(x))));
 }
 

@@ -1,33 +1,28 @@
-/* comm: what tensor parallelism computes on one rank beside its products. Nothing here talks to another rank: bytes are
- * moved by the binding's transports, and how they came is of no concern.
+/* comm: the computations of tensor parallelism on one rank beside its matrix products, and plans that overlap products
+ * with transfers. Nothing here communicates: the binding's transports move bytes.
  *
- * Ordered sum. What t ranks computed of the same rows, added in the order of the ranks: bits depend neither on who
- *   arrived first nor on how the sum is cut.
+ * Ordered sum. Partial results of the same rows from t ranks, added in the order of the ranks: bits depend neither on
+ *   the order of arrival nor on how the rows are divided.
  *     out[r, c] = round((..((p_0[r, c] + p_1[r, c]) + p_2[r, c]) ..) + bias[c])
  *   in float32, rounded once, to nearest even. One partial without a bias is copied, bit for bit.
- * Interleave. Matrices side by side: out[k, r * m + c] = shard_r[k, c]. So what t ranks quantized of m rows each and
- *   gathered behind each other becomes as of the whole. Behind each other is right where a direction's own rows are
- *   tokens (rowwise data, scales of 128x128 blocks) or its rows of scales are blocks of tokens (columnwise scales of
- *   1x128 blocks); side by side lie columnwise data, rowwise scales of 1x128 blocks and columnwise ones of 128x128.
- *   Blocks have to be whole ones of a shard: m a multiple of 128.
- * Plan. What one rank does in a gather followed by a product (gather_product), or in a product whose partials are
- *   scattered and summed (product_scatter), as a list of steps: pure arithmetic on its arguments, so that every rank
- *   knows every other's. Both products are [rows, depth] x [depth, cols]; rows are the tokens of all ranks, depth and
- *   cols the rank's own. t ranks have rows / t each, rank r those from r * rows / t on.
- *     push  own rows (gather; to itself too: a copy into the slot) or the peer's partials (scatter) go to `peer`; the
- *           step-th push of a rank goes to rank + step, so no two ranks push to one peer in the same step
- *     wait  what `peer` pushes to this rank has to be there
+ * Interleave. Matrices side by side: out[k, r * m + c] = shard_r[k, c]. It turns the gathered shards of t ranks, m rows
+ *   quantized on each, into the quantized form of all rows. Concatenation along rows is enough where a row of the data
+ *   is a token (rowwise data, scales of 128x128 blocks) or a row of scales is a block of tokens (columnwise scales of
+ *   1x128 blocks); columnwise data, rowwise scales of 1x128 blocks and columnwise scales of 128x128 blocks are
+ *   interleaved. No block may span two shards: m is a multiple of 128.
+ * Plan. The steps of one rank in a gather followed by a product (gather_product), or in a product whose partials are
+ *   scattered and summed (product_scatter). A plan depends on its arguments alone, so that each rank can compute those
+ *   of the others. Both products are [rows, depth] x [depth, cols]; rows are the tokens of all ranks, depth and cols
+ *   are local to the rank. t ranks have rows / t each, rank r those from r * rows / t on.
+ *     push  own rows (gather; also to itself: a copy into the buffer) or the peer's partials (scatter) go to `peer`;
+ *           the step-th push of a rank goes to rank + step, so no two ranks push to one peer in the same step
+ *     wait  waits for the push of `peer` to this rank
  *     gemm  rows of the product; each row once
  *     sum   own rows of all ranks' partials
- *   A gemm of a gather reads own rows where they lie, as long as it reads no others. Serial: one gemm. Chunked: runs
- *   of rows, own ones first (scatter: last), others as they arrive (scatter: as they are wanted), cut so that the
- *   predicted time is least; runs of rows that do not lie together are several gemms. With t = 1 there is one gemm
- *   and nothing else.
- * Virtual ranks. A world of t ranks in one process, on the CPU: what shows that plans and leases are right. A rank has
- *   two lanes, like streams: one computes, one pushes; calls are queued to both, and run() walks them in any order
- *   that the waits allow, by a seed. Between lanes and ranks there are waits alone, and leases: memory that peers push
- *   to is a slot, named by (device, group, channel); a call of a rank has it on lease, takes turns at it with other
- *   calls, and gives it back at its end, behind its last reader. Nothing outside of the call ever sees it.
+ *   A gemm of a gather that reads own rows alone reads them from the source. Serial: one gemm. Chunked: runs of rows,
+ *   own rows first (scatter: last), others as they arrive (scatter: before they are pushed), divided so that the
+ *   predicted time is least; runs of rows that are not adjacent are several gemms. With t = 1 there is one gemm and
+ *   no other step.
  * Errors. TE_INVALID_ARGUMENT for shapes, dtypes, devices, pitches; nothing is written then. */
 #ifndef TRANSFORMER_ENGINE_COMM_H_
 #define TRANSFORMER_ENGINE_COMM_H_
@@ -53,38 +48,38 @@ TE_API te_status te_comm_ordered_sum(const te_tensor* partials, int32_t count, t
  * overlaps. One launch. */
 TE_API te_status te_comm_interleave(const te_tensor* shards, int32_t count, te_tensor out, te_stream stream);
 
-/* *captured: 1 while `stream`, a CUDA one, is being captured, else 0. Memory that collectives write is a graph's own
- * then, and nobody else's. Errors: TE_INVALID_ARGUMENT where `captured` is NULL, TE_NOT_IMPLEMENTED in a CPU build. */
+/* *captured: 1 while `stream`, a CUDA stream, is being captured, else 0. Collectives then write memory that belongs to
+ * the graph alone. Errors: TE_INVALID_ARGUMENT if `captured` is NULL, TE_NOT_IMPLEMENTED in a CPU build. */
 TE_API te_status te_comm_is_captured(te_stream stream, int32_t* captured);
 
 typedef enum te_comm_op { TE_COMM_GATHER_PRODUCT = 0, TE_COMM_PRODUCT_SCATTER = 1 } te_comm_op;
 
-/* AUTO: chunked where that is predicted to be faster, else serial. */
+/* AUTO: chunked if the prediction is faster, else serial. */
 typedef enum te_comm_schedule { TE_COMM_AUTO = 0, TE_COMM_SERIAL = 1, TE_COMM_CHUNKED = 2 } te_comm_schedule;
 
-/* Constants of a kind of device. Never measured by a rank: plans must agree. */
+/* Constants of a kind of device. Ranks never measure them, since their plans must agree. */
 typedef struct te_comm_costs {
   double flops_per_us;        /* of the device's products */
-  double link_bytes_per_us;   /* of one rank's pushes beside a product */
-  double serial_bytes_per_us; /* of one rank's pushes with nothing beside them */
+  double link_bytes_per_us;   /* of one rank's pushes during a product */
+  double serial_bytes_per_us; /* of one rank's pushes without other work */
   double memory_bytes_per_us;
-  double launch_us;  /* of a gemm more */
-  double hop_us;     /* from the end of a push to the start of what waited for it */
-  double beside;     /* a product's time while rows are pushed, over its time alone */
+  double launch_us;  /* of each further gemm */
+  double hop_us;     /* from the end of a push to the start of the step that waited for it */
+  double beside;     /* a product's time during pushes divided by its time alone */
   int32_t units;     /* multiprocessors: tiles that are computed at once */
   int32_t tile_rows; /* of a product's tiles */
   int32_t tile_cols;
-  /* Of all ranks: what gathers or scatters fewer takes less time over the group. No plan reads them. */
+  /* Rows of all ranks; with fewer, a collective of the group is faster. Plans do not read them. */
   int32_t least_gathered;
   int32_t least_scattered;
 } te_comm_costs;
 
-/* What a plan that is asked for goes by where nothing was measured. */
+/* Costs for explicitly requested plans on devices without measurements. */
 TE_API te_comm_costs te_comm_costs_h200(void);
 
-/* *known: 1, and the costs of a kind of device (its name), where they were measured between such devices, else 0. */
+/* *known: 1 and the measured costs of a kind of device, by its name; 0 if there are none. */
 TE_API te_status te_comm_costs_of(const char* kind, te_comm_costs* costs, int32_t* known);
-/* For tests: costs of a kind, in place of those that were measured; NULL: those again. */
+/* For tests: replaces the costs of a kind; NULL restores the measured ones. */
 TE_API te_status te_comm_lend_costs(const char* kind, const te_comm_costs* costs);
 
 typedef struct te_comm_problem {
@@ -95,7 +90,7 @@ typedef struct te_comm_problem {
   int64_t cols;
   int32_t ranks; /* 1 to TE_COMM_MOST_RANKS */
   int32_t rank;
-  te_dtype dtype; /* of what is pushed */
+  te_dtype dtype; /* of the pushed rows */
   te_comm_costs costs;
 } te_comm_problem;
 
@@ -110,7 +105,7 @@ typedef enum te_comm_step_kind {
   TE_COMM_STEP_RELEASE = 6 /* the slot is the peers' again */
 } te_comm_step_kind;
 
-/* Rows [first, last) of the whole: of a push what goes, of a wait what comes. peer: -1 for gemm and sum. */
+/* Rows [first, last) of all rows: those that a push sends or a wait receives. peer: -1 for gemm and sum. */
 typedef struct te_comm_step {
   te_comm_step_kind kind;
   int32_t peer;
@@ -125,12 +120,12 @@ typedef struct te_comm_prediction {
   double serial_us;
 } te_comm_prediction;
 
-/* The first `capacity` steps; *count: how many there are. prediction may be NULL. */
+/* The first `capacity` steps; *count: the number of all. prediction may be NULL. */
 TE_API te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int64_t capacity, int64_t* count,
                               te_comm_prediction* prediction);
 
-/* The plan in words, a line for what it is and one for each step: the first capacity - 1 bytes and a 0; *length: how
- * many bytes there are, without the 0. */
+/* The plan as text, a line of summary and one for each step: the first capacity - 1 bytes and a 0; *length: the number
+ * of all bytes, without the 0. */
 TE_API te_status te_comm_plan_print(const te_comm_problem* problem, char* text, size_t capacity, size_t* length);
 
 typedef enum te_comm_wait {

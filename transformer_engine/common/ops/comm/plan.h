@@ -1,5 +1,4 @@
-// A plan inside the room: the steps and what they are predicted to take. Pure arithmetic, no memory but its own; the
-// costs that it is made by are costs.cpp's.
+// Plans of overlapped products: the steps of a rank and their predicted time. Pure arithmetic; costs.cpp has the costs.
 #pragma once
 
 #include <string>
@@ -14,10 +13,10 @@ struct Plan {
   te_comm_prediction prediction;
 };
 
-// Checks the problem in the name of `op`.
+// Checks the problem; `op` names the caller in errors.
 Plan make_plan(const char* op, const te_comm_problem& problem);
 
-// Refuses costs that no time can be made of, in the name of `op`.
+// Refuses costs that give no finite time; `op` names the caller in errors.
 void check_costs(const char* op, const char* argument, const te_comm_costs& costs);
 
 }  // namespace te::comm

@@ -1,18 +1,20 @@
 // Three stacked equal layers on virtual ranks, two microbatches interleaved, all forwards, then all backwards in
 // reverse: every result has the bits of ranks computed one after the other, in 100 orders for each number of ranks.
-// Mutants kept as bits: without leases, or with any one wait left out, some order gives other bits. By hand: a slot
-// that is given back before the second product reads it (calls.cpp, queue: end() before add_wgrad()), and a push that
-// waits for the turn before last (add_push), turn Stacked red.
+// Mutants kept as bits: with shared buffers, or with any one wait left out, some order gives other bits. By hand: a
+// slot that is released before the second product reads it (calls.cpp, queue: end_call() before add_wgrad()), and a
+// push that waits for the turn before last (add_push), turn Stacked red.
 #include <string>
 
-#include "comm_world.h"
+#include "virtual_ranks/matrices.h"
 
 namespace te {
 namespace {
 
 using testing::Matrix;
+using testing::MatrixCall;
 using testing::Sharded;
 using testing::World;
+using testing::WorldOptions;
 using Half = bf16;
 
 constexpr int64_t kShard = 3, kHidden = 8, kInner = 4;  // kInner: a rank's part of the wide dimension
@@ -136,23 +138,24 @@ struct OnWorld {
 
   void gather(Sharded<Half>& source, Sharded<Half>* weight, bool by_depth, Sharded<Half>* out, Sharded<Half>* other,
               Sharded<Half>* wgrad, bool gathered_first, bool ready) {
-    TE_EXPECT_OK(world.call(World::Call<Half>{TE_COMM_GATHER_PRODUCT, schedule, &source, weight, nullptr, out, other,
-                                              wgrad, by_depth, gathered_first, ready}));
+    MatrixCall<Half>{TE_COMM_GATHER_PRODUCT, schedule, &source, weight, nullptr, out, other, wgrad, by_depth,
+                     gathered_first,         ready}
+        .queue_in(world);
   }
   void scatter(Sharded<Half>& source, Sharded<Half>& weight, bool by_depth, Sharded<Half>& out) {
-    TE_EXPECT_OK(world.call(World::Call<Half>{TE_COMM_PRODUCT_SCATTER, schedule, &source, &weight, nullptr, &out,
-                                              nullptr, nullptr, by_depth}));
+    MatrixCall<Half>{TE_COMM_PRODUCT_SCATTER, schedule, &source, &weight, nullptr, &out, nullptr, nullptr, by_depth}
+        .queue_in(world);
   }
-  void run() { TE_EXPECT_OK(world.run()); }
+  void run() { world.run(); }
 };
 
-te_comm_world_options options_of(int32_t ranks, uint64_t seed, uint32_t left_out = 0) {
-  te_comm_world_options options{};
+WorldOptions options_of(int32_t ranks, uint64_t seed, uint32_t left_out = 0) {
+  WorldOptions options{};
   options.ranks = ranks;
-  options.slots = 1 + int32_t(seed % 2);
+  options.buffers = 1 + int32_t(seed % 2);
   options.seed = seed;
-  options.loop = 1;
-  options.debug = 1;
+  options.by_loop = true;
+  options.poison = true;
   options.left_out = left_out;
   return options;
 }
@@ -164,7 +167,7 @@ Stack expected(int32_t ranks, int depth, int batches = 2) {
   return stack;
 }
 
-Stack walked(const te_comm_world_options& options, int depth, int batches = 2) {
+Stack walked(const WorldOptions& options, int depth, int batches = 2) {
   Stack stack(options.ranks, depth, batches);
   World world(options);
   OnWorld op{world, options.seed % 4 < 3 ? TE_COMM_CHUNKED : TE_COMM_SERIAL};
@@ -172,7 +175,7 @@ Stack walked(const te_comm_world_options& options, int depth, int batches = 2) {
   return stack;
 }
 
-TEST(CommLeases, Stacked) {
+TEST(CommBufferReuse, Stacked) {
   for (const int32_t ranks : {1, 2, 3, 4, 8}) {
     const Stack want = expected(ranks, 3);
     for (uint64_t seed = 0; seed < 100; ++seed) {
@@ -183,12 +186,12 @@ TEST(CommLeases, Stacked) {
 
 class LeftOut : public ::testing::TestWithParam<std::pair<uint32_t, const char*>> {};
 INSTANTIATE_TEST_SUITE_P(Bits, LeftOut,
-                         ::testing::Values(std::pair(uint32_t(TE_COMM_WAIT_PRODUCED), "produced"),
-                                           std::pair(uint32_t(TE_COMM_WAIT_COMPUTED), "computed"),
-                                           std::pair(uint32_t(TE_COMM_WAIT_ARRIVED), "arrived"),
-                                           std::pair(uint32_t(TE_COMM_WAIT_FREE), "free"),
-                                           std::pair(uint32_t(TE_COMM_WAIT_PUSHED), "pushed"),
-                                           std::pair(uint32_t(TE_COMM_LEASES), "leases")),
+                         ::testing::Values(std::pair(uint32_t(testing::kWaitProduced), "produced"),
+                                           std::pair(uint32_t(testing::kWaitComputed), "computed"),
+                                           std::pair(uint32_t(testing::kWaitArrived), "arrived"),
+                                           std::pair(uint32_t(testing::kWaitFree), "free"),
+                                           std::pair(uint32_t(testing::kWaitPushed), "pushed"),
+                                           std::pair(uint32_t(testing::kExclusive), "exclusive")),
                          [](const auto& info) { return std::string(info.param.second); });
 
 TEST_P(LeftOut, IsSeen) {
@@ -206,28 +209,28 @@ TEST_P(LeftOut, IsSeen) {
   }
 }
 
-// Two slots of the largest gather and of the largest inbox, and one partial product; however many layers there are.
-TEST(CommLeases, ArenaDoesNotGrowWithLayers) {
+// Two buffers of the largest gather and of the largest inbox and one partial product, for any number of layers.
+TEST(CommBufferReuse, PoolDoesNotGrowWithLayers) {
   constexpr int32_t kRanks = 4;
   const size_t largest = size_t(kRanks * kShard * kHidden) * sizeof(Half);
   size_t bytes[2] = {};
   for (const int depth : {2, 16}) {
-    te_comm_world_options options = options_of(kRanks, 1);
-    ASSERT_EQ(options.slots, 2);
+    WorldOptions options = options_of(kRanks, 1);
+    ASSERT_EQ(options.buffers, 2);
     Stack stack(kRanks, depth);
     World world(options);
     OnWorld op{world, TE_COMM_CHUNKED};
     stack.all(op, true);
     EXPECT_TRUE(stack.same_bits(expected(kRanks, depth)));
-    for (int32_t rank = 0; rank < kRanks; ++rank) EXPECT_EQ(world.arena(rank), world.arena(0));
-    bytes[depth == 16] = world.arena(0);
+    for (int32_t rank = 0; rank < kRanks; ++rank) EXPECT_EQ(world.pool_bytes(rank), world.pool_bytes(0));
+    bytes[depth == 16] = world.pool_bytes(0);
   }
   EXPECT_EQ(bytes[0], bytes[1]);
   EXPECT_EQ(bytes[0], 2 * largest + 2 * largest + largest);
 }
 
-// Slots grow under queued calls: what they use stays.
-TEST(CommLeases, GrowUnderQueuedCalls) {
+// Buffers grow while queued calls use them.
+TEST(CommBufferReuse, GrowUnderQueuedCalls) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     World world(options_of(3, seed));
     std::vector<Sharded<Half>> x, w, out;
@@ -237,10 +240,9 @@ TEST(CommLeases, GrowUnderQueuedCalls) {
       out.push_back(testing::empty<Half>(3, 3 * (i + 1), 5));
     }
     for (size_t i = 0; i < 5; ++i) {
-      TE_ASSERT_OK(
-          world.call(World::Call<Half>{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x[i], &w[i], nullptr, &out[i]}));
+      MatrixCall<Half>{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x[i], &w[i], nullptr, &out[i]}.queue_in(world);
     }
-    TE_ASSERT_OK(world.run());
+    world.run();
     for (size_t i = 0; i < 5; ++i) {
       for (size_t r = 0; r < 3; ++r) {
         ASSERT_TRUE(out[i][r].same_bits(testing::product(TE_GEMM_TN, w[i][r], testing::gathered(x[i])))) << i;

@@ -1,5 +1,5 @@
-// Worlds of virtual ranks for tests: matrices in host memory, a world that is destroyed with its scope, calls with a
-// tensor for each rank, and what a call gives where every rank's part is computed one after the other.
+// Matrices in host memory for tests of virtual ranks, calls with a matrix for each rank, and their products by the
+// plain loop.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,10 +14,11 @@
 #include "device_buffer.h"
 #include "transformer_engine/comm.h"
 #include "transformer_engine/gemm.h"
+#include "virtual_ranks/world.h"
 
 namespace te::testing {
 
-// rows x cols of T, NaN until somebody writes.
+// rows x cols of T, NaN at first.
 template <class T>
 struct Matrix {
   int64_t rows = 0, cols = 0;
@@ -118,65 +119,32 @@ inline te_comm_costs small_costs() {
           .least_scattered = 0};
 }
 
-// Queued calls hold the tensors that they are given; the matrices must stay.
-class World {
- public:
-  explicit World(const te_comm_world_options& options) : ranks_(options.ranks) {
-    TE_EXPECT_OK(te_comm_world_create(&options, &world_));
-  }
-  ~World() { te_comm_world_destroy(world_); }
-  World(const World&) = delete;
-  World& operator=(const World&) = delete;
+// A CommCall of matrices. Queued calls refer to their memory, which must stay.
+template <class T>
+struct MatrixCall {
+  te_comm_op op = TE_COMM_GATHER_PRODUCT;
+  te_comm_schedule schedule = TE_COMM_CHUNKED;
+  Sharded<T>* source = nullptr;
+  Sharded<T>* weight = nullptr;
+  Sharded<T>* bias = nullptr;
+  Sharded<T>* out = nullptr;
+  Sharded<T>* other = nullptr;
+  Sharded<T>* wgrad = nullptr;
+  bool weight_by_depth = false;
+  bool gathered_first = false;
+  bool source_ready = false;
 
-  template <class T>
-  struct Call {
-    te_comm_op op = TE_COMM_GATHER_PRODUCT;
-    te_comm_schedule schedule = TE_COMM_CHUNKED;
-    Sharded<T>* source = nullptr;
-    Sharded<T>* weight = nullptr;
-    Sharded<T>* bias = nullptr;
-    Sharded<T>* out = nullptr;
-    Sharded<T>* other = nullptr;
-    Sharded<T>* wgrad = nullptr;
-    bool weight_by_depth = false;
-    bool gathered_first = false;
-    bool source_ready = false;
-  };
-
-  template <class T>
-  te_status call(const Call<T>& c) {
+  void queue_in(World& world) const {
     std::vector<te_tensor> lists[6];
     const te_tensor* pointers[6];
-    Sharded<T>* const sharded[6] = {c.source, c.weight, c.bias, c.out, c.other, c.wgrad};
+    Sharded<T>* const sharded[6] = {source, weight, bias, out, other, wgrad};
     for (int i = 0; i < 6; ++i) {
       if (sharded[i] != nullptr) lists[i] = tensors(*sharded[i]);
       pointers[i] = sharded[i] != nullptr ? lists[i].data() : nullptr;
     }
-    const te_comm_call call{c.op,        c.schedule,        small_costs(),    pointers[0],
-                            pointers[1], pointers[2],       pointers[3],      pointers[4],
-                            pointers[5], c.weight_by_depth, c.gathered_first, c.source_ready};
-    return te_comm_world_call(world_, &call);
+    world.queue({op, schedule, small_costs(), pointers[0], pointers[1], pointers[2], pointers[3], pointers[4],
+                 pointers[5], weight_by_depth, gathered_first, source_ready});
   }
-
-  te_status run() { return te_comm_world_run(world_); }
-
-  std::vector<te_comm_event> trace() const {
-    int64_t count = 0;
-    TE_EXPECT_OK(te_comm_world_trace(world_, 0, 0, nullptr, &count));
-    std::vector<te_comm_event> events(static_cast<size_t>(count));
-    TE_EXPECT_OK(te_comm_world_trace(world_, 0, count, events.data(), &count));
-    return events;
-  }
-
-  size_t arena(int32_t rank) const {
-    size_t bytes = 0;
-    TE_EXPECT_OK(te_comm_world_arena(world_, rank, &bytes));
-    return bytes;
-  }
-
- private:
-  int32_t ranks_;
-  te_comm_world* world_ = nullptr;
 };
 
 }  // namespace te::testing
