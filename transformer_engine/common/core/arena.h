@@ -15,7 +15,6 @@
 
 namespace te::pinned {
 
-constexpr size_t kAlignment = 256;          // of slots, and of pieces in packed form
 constexpr size_t kChunk = size_t(2) << 20;  // allocations are multiples of it
 constexpr int kReleased = 0xff;             // NaN in all float dtypes
 

@@ -1,5 +1,5 @@
-// How the core fails: one exception type, turned into a status and a thread-local message at the C boundary, once.
-// Nothing here prints or aborts.
+// Errors of the engine: one exception type, which the C boundary turns into a status and a thread-local message. Checks
+// of pointer arguments, and names of arguments for messages.
 #pragma once
 
 #include <sstream>
@@ -26,10 +26,25 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-// The house's sentence: op, argument, what was got, what was wanted, and (when it is not plain) the fix.
+// The sentence of a refused argument: op, argument, got, wanted, and the fix if it is not plain.
 template <class Got, class Wanted>
 [[noreturn]] void bad_argument(const char* op, const char* argument, const Got& got, const Wanted& wanted) {
   throw Error(TE_INVALID_ARGUMENT, concat(op, ": argument '", argument, "' is ", got, ", wanted ", wanted, "."));
+}
+
+// Object handles and addresses for results, which must not be NULL.
+template <class T>
+T& object(const char* op, const char* argument, T* pointer) {
+  if (pointer == nullptr) bad_argument(op, argument, "NULL", "one that was created");
+  return *pointer;
+}
+inline void check_place(const char* op, const char* argument, const void* place) {
+  if (place == nullptr) bad_argument(op, argument, "NULL", "a place for the result");
+}
+
+// The name of an element of a list argument. For errors alone: it allocates.
+inline std::string element_name(const char* list, int32_t i, const char* part = "") {
+  return concat(list, "[", i, "]", part);
 }
 
 void set_last_error(const char* message) noexcept;  // keeps the first 1023 bytes

@@ -1,4 +1,4 @@
-// Allocation of pinned memory, on CUDA and on the CPU, the accounts of its owners, and their door in the C API.
+// Allocation of pinned memory, on CUDA and on the CPU, the accounts of its owners, and te_pinned_usage.
 #include "core/pinned.h"
 
 #include <map>
@@ -6,14 +6,13 @@
 #include <new>
 #include <string>
 
-#include "core/arena.h"
 #include "core/device.h"
 
 namespace te::pinned {
 
 namespace {
 
-// Never destroyed: an arena that a captured graph copies to outlives everything.
+// Never destroyed: an arena that a captured graph copies to may outlive static destructors.
 struct Accounts {
   std::mutex mutex;
   Account all;
@@ -51,7 +50,7 @@ void* allocate(const char* what, int32_t device, size_t bytes) {
   void* data = nullptr;
   const cudaError_t status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
   if (status == cudaSuccess) return data;
-  cudaGetLastError();  // the answer is nullptr; leave no error behind
+  cudaGetLastError();  // the caller gets nullptr; clear the error
   if (status == cudaErrorMemoryAllocation) return nullptr;
   check_cuda(status, concat(what, ": cudaHostAlloc").c_str());
   return nullptr;
@@ -75,7 +74,7 @@ void release(int32_t device, void* data) {
 
 extern "C" te_status te_pinned_usage(const char* owner, te_pinned_bytes* out) {
   return te::c_guard([&] {
-    if (out == nullptr) te::bad_argument("te_pinned_usage", "out", "NULL", "a place for the result");
+    te::check_place("te_pinned_usage", "out", out);
     *out = te::pinned::usage_of(owner);
   });
 }

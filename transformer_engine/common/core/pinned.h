@@ -1,5 +1,5 @@
-// Pinned host memory: where all of it comes from and goes back to, and what each owner has of it. One count for the
-// process, which te_pinned_usage reads; header-only but for allocation, so that tests have accounts of their own.
+// Pinned host memory: its allocation, and accounts of the bytes that each owner and the process hold, which
+// te_pinned_usage reads. Accounts are header-only, so that tests can have their own.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,9 @@
 
 namespace te::pinned {
 
-// What arenas of one owner hold. With a parent, which counts for all owners, a peak there is the most at once.
+constexpr size_t kAlignment = 256;  // of allocations, of an arena's slots, and of pieces in packed form
+
+// The memory of one owner's arenas. The parent counts all owners, and its peak is the largest sum at one time.
 class Account {
  public:
   explicit Account(Account* parent = nullptr) : parent_(parent) {}
@@ -42,11 +44,11 @@ class Account {
   int64_t reserved_ = 0, used_ = 0, peak_ = 0, slots_ = 0;
 };
 
-// Of the room that is named so; it lives as long as the process.
+// The account of a named owner. It lives as long as the process.
 Account& account_of(const char* owner);
 
-// Host memory that copies of `device` run to at full speed, aligned for any slot; plain memory for TE_DEVICE_CPU.
-// nullptr: none is left. Allowed while this thread captures a stream. `what` begins CUDA's errors.
+// Pinned memory for copies of `device`, on kAlignment; pageable memory for TE_DEVICE_CPU. Returns nullptr if none is
+// left. Allowed while this thread captures a stream. `what` begins the message of a CUDA error.
 void* allocate(const char* what, int32_t device, size_t bytes);
 void release(int32_t device, void* data);
 

@@ -124,7 +124,7 @@ te_status te_comm_interleave(const te_tensor* shards, int32_t count, te_tensor o
 te_status te_comm_is_captured(te_stream stream, int32_t* captured) {
   return te::c_guard([&] {
     const char* op = "te_comm_is_captured";
-    if (captured == nullptr) te::bad_argument(op, "captured", "NULL", "a place for the result");
+    te::check_place(op, "captured", captured);
 #if defined(TE_WITH_CUDA)
     *captured = te::comm::cuda::is_captured(stream) ? 1 : 0;
 #else

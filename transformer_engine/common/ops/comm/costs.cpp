@@ -104,8 +104,8 @@ te_status te_comm_costs_of(const char* kind, te_comm_costs* costs, int32_t* know
   return te::c_guard([&] {
     const char* op = "te_comm_costs_of";
     if (kind == nullptr) te::bad_argument(op, "kind", "NULL", "a device's name");
-    if (costs == nullptr) te::bad_argument(op, "costs", "NULL", "a place for the result");
-    if (known == nullptr) te::bad_argument(op, "known", "NULL", "a place for the result");
+    te::check_place(op, "costs", costs);
+    te::check_place(op, "known", known);
     const auto found = te::comm::costs_of(kind);
     *known = found.has_value();
     if (found) *costs = *found;

@@ -219,19 +219,12 @@ struct te_comm_peer : te::comm::Channel {
   using Channel::Channel;
 };
 
-namespace {
-
-te_comm_peer& channel_of(const char* op, te_comm_peer* channel) {
-  if (channel == nullptr) te::bad_argument(op, "channel", "NULL", "one that was created");
-  return *channel;
-}
-
-}  // namespace
-
 extern "C" {
 
 using te::bad_argument;
 using te::c_guard;
+using te::check_place;
+using te::object;
 
 te_status te_comm_peer_bytes(int32_t ranks, size_t* bytes) {
   return c_guard([&] {
@@ -239,7 +232,7 @@ te_status te_comm_peer_bytes(int32_t ranks, size_t* bytes) {
     if (ranks < 2 || ranks > TE_COMM_MOST_RANKS) {
       bad_argument(op, "ranks", ranks, te::concat("a number from 2 to ", TE_COMM_MOST_RANKS));
     }
-    if (bytes == nullptr) bad_argument(op, "bytes", "NULL", "a place for the result");
+    check_place(op, "bytes", bytes);
     *bytes = te::comm::Words::bytes(ranks);
   });
 }
@@ -248,78 +241,79 @@ te_status te_comm_peer_create(const te_comm_peer_options* options, te_comm_peer*
   return c_guard([&] {
     const char* op = "te_comm_peer_create";
     te::comm::check_options(op, options);
-    if (out == nullptr) bad_argument(op, "out", "NULL", "a place for the result");
+    check_place(op, "out", out);
     *out = new te_comm_peer(*options);
   });
 }
 
 te_status te_comm_peer_destroy(te_comm_peer* channel) {
-  return c_guard([&] { delete &channel_of("te_comm_peer_destroy", channel); });
+  return c_guard([&] { delete &object("te_comm_peer_destroy", "channel", channel); });
 }
 
 te_status te_comm_peer_slot(te_comm_peer* channel, int32_t slot, void* const* addresses, size_t bytes) {
   const char* op = "te_comm_peer_slot";
-  return c_guard([&] { channel_of(op, channel).slot(op, slot, addresses, bytes); });
+  return c_guard([&] { object(op, "channel", channel).slot(op, slot, addresses, bytes); });
 }
 
 te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* text) {
   const char* op = "te_comm_peer_begin";
-  return c_guard([&] { channel_of(op, channel).begin(op, slot, text); });
+  return c_guard([&] { object(op, "channel", channel).begin(op, slot, text); });
 }
 
 te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream) {
-  return c_guard([&] { channel_of("te_comm_peer_follow", channel).verbs().follow(stream); });
+  return c_guard([&] { object("te_comm_peer_follow", "channel", channel).verbs().follow(stream); });
 }
 
 te_status te_comm_peer_push(te_comm_peer* channel, int32_t slot, int32_t to, size_t offset, size_t target_pitch,
                             const void* source, size_t source_pitch, size_t row_bytes, int64_t rows) {
   const char* op = "te_comm_peer_push";
-  return c_guard(
-      [&] { channel_of(op, channel).push(op, slot, to, offset, target_pitch, source, source_pitch, row_bytes, rows); });
+  return c_guard([&] {
+    object(op, "channel", channel).push(op, slot, to, offset, target_pitch, source, source_pitch, row_bytes, rows);
+  });
 }
 
 te_status te_comm_peer_signal(te_comm_peer* channel, int32_t slot, int32_t to) {
   const char* op = "te_comm_peer_signal";
-  return c_guard([&] { channel_of(op, channel).signal(op, slot, to); });
+  return c_guard([&] { object(op, "channel", channel).signal(op, slot, to); });
 }
 
 te_status te_comm_peer_wait(te_comm_peer* channel, int32_t slot, int32_t from, te_stream stream) {
   const char* op = "te_comm_peer_wait";
-  return c_guard([&] { channel_of(op, channel).wait(op, slot, from, stream); });
+  return c_guard([&] { object(op, "channel", channel).wait(op, slot, from, stream); });
 }
 
 te_status te_comm_peer_join(te_comm_peer* channel, int32_t slot, te_stream stream) {
   const char* op = "te_comm_peer_join";
-  return c_guard([&] { channel_of(op, channel).join(op, slot, stream); });
+  return c_guard([&] { object(op, "channel", channel).join(op, slot, stream); });
 }
 
 te_status te_comm_peer_done(te_comm_peer* channel, int32_t slot, int32_t from, void* data, size_t bytes,
                             te_stream stream) {
   const char* op = "te_comm_peer_done";
-  return c_guard([&] { channel_of(op, channel).done(op, slot, from, data, bytes, stream); });
+  return c_guard([&] { object(op, "channel", channel).done(op, slot, from, data, bytes, stream); });
 }
 
 te_status te_comm_peer_poison(te_comm_peer* channel, void* data, size_t bytes, te_stream stream) {
-  return c_guard([&] { channel_of("te_comm_peer_poison", channel).poison(data, bytes, stream); });
+  return c_guard([&] { object("te_comm_peer_poison", "channel", channel).poison(data, bytes, stream); });
 }
 
 te_status te_comm_peer_give_up(te_comm_peer* channel, const char* text) {
-  return c_guard([&] { channel_of("te_comm_peer_give_up", channel).give_up(text); });
+  return c_guard([&] { object("te_comm_peer_give_up", "channel", channel).give_up(text); });
 }
 
 te_status te_comm_peer_idle(te_comm_peer* channel, int32_t* idle) {
   return c_guard([&] {
     const char* op = "te_comm_peer_idle";
-    if (idle == nullptr) bad_argument(op, "idle", "NULL", "a place for the result");
-    *idle = channel_of(op, channel).verbs().idle() ? 1 : 0;
+    check_place(op, "idle", idle);
+    *idle = object(op, "channel", channel).verbs().idle() ? 1 : 0;
   });
 }
 
 te_status te_comm_peer_failure(te_comm_peer* channel, te_comm_peer_failure_info* info) {
   return c_guard([&] {
     const char* op = "te_comm_peer_failure";
-    if (info == nullptr) bad_argument(op, "info", "NULL", "a place for the result");
-    *info = channel_of(op, channel).failure(op);
+    check_place(op, "info", info);
+    *info = object(op, "channel", channel).failure(op);
   });
 }
 

@@ -259,7 +259,7 @@ te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int6
   return te::c_guard([&] {
     const char* op = "te_comm_plan";
     if (problem == nullptr) te::bad_argument(op, "problem", "NULL", "a problem");
-    if (count == nullptr) te::bad_argument(op, "count", "NULL", "a place for the number of steps");
+    te::check_place(op, "count", count);
     if (capacity < 0 || (steps == nullptr && capacity != 0)) {
       te::bad_argument(op, "steps", steps == nullptr ? "NULL" : "of negative capacity", "room for `capacity` steps");
     }
@@ -274,7 +274,7 @@ te_status te_comm_plan_print(const te_comm_problem* problem, char* text, size_t 
   return te::c_guard([&] {
     const char* op = "te_comm_plan_print";
     if (problem == nullptr) te::bad_argument(op, "problem", "NULL", "a problem");
-    if (length == nullptr) te::bad_argument(op, "length", "NULL", "a place for the number of bytes");
+    te::check_place(op, "length", length);
     if (text == nullptr && capacity != 0) te::bad_argument(op, "text", "NULL", "room for `capacity` bytes");
     const std::string words = te::comm::words_of(*problem, te::comm::make_plan(op, *problem));
     *length = words.size();

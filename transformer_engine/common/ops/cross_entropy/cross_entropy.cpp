@@ -174,11 +174,6 @@ void backward(const te_tensor& grad, const te_tensor& dloss, const te_tensor& sc
 
 namespace {
 
-void check_floats(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
-                  int32_t device) {
-  check_as(op, argument, t, rows, cols, te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, device});
-}
-
 // One value, or one for each row.
 void check_factor(const char* op, const char* argument, const te_tensor& t, int64_t rows, int32_t device) {
   check_floats(op, argument, t, 1, t.cols == 1 ? 1 : rows, device);
@@ -239,7 +234,7 @@ te_status te_cross_entropy_count(te_tensor target, int64_t classes, int64_t igno
     using namespace te;
     constexpr const char* kOp = "te_cross_entropy_count";
     cross_entropy::check_target(kOp, "target", target, target.cols, inverse_count.device);
-    cross_entropy::check_floats(kOp, "inverse_count", inverse_count, 1, 1, inverse_count.device);
+    check_floats(kOp, "inverse_count", inverse_count, 1, 1, inverse_count.device);
     cross_entropy::check_values(kOp, "target", target, classes, ignore_idx);
     TE_ON_DEVICE_OF(kOp, inverse_count, cross_entropy::cpu::count(target, ignore_idx, inverse_count),
                     cross_entropy::cuda::count(target, ignore_idx, inverse_count, stream));
@@ -252,7 +247,7 @@ te_status te_cross_entropy_statistics(const te_cross_entropy_plan* plan, te_tens
     constexpr const char* kOp = "te_cross_entropy_statistics";
     cross_entropy::check_plan(kOp, plan);
     const te_tensor& x = plan->logits;
-    cross_entropy::check_floats(kOp, "statistics", statistics, x.rows, 4, x.device);
+    check_floats(kOp, "statistics", statistics, x.rows, 4, x.device);
     if (statistics.row_pitch != 4) bad_argument(kOp, "statistics", "not contiguous", "a row pitch of 4");
     if (x.rows == 0) return;
     TE_ON_DEVICE_OF(kOp, x, cross_entropy::cpu::statistics(*plan, statistics),
@@ -274,9 +269,9 @@ te_status te_cross_entropy_mean(te_tensor loss, te_tensor inverse_count, te_tens
   return te::c_guard([&] {
     using namespace te;
     constexpr const char* kOp = "te_cross_entropy_mean";
-    cross_entropy::check_floats(kOp, "loss", loss, 1, loss.cols, mean.device);
-    cross_entropy::check_floats(kOp, "inverse_count", inverse_count, 1, 1, mean.device);
-    cross_entropy::check_floats(kOp, "mean", mean, 1, 1, mean.device);
+    check_floats(kOp, "loss", loss, 1, loss.cols, mean.device);
+    check_floats(kOp, "inverse_count", inverse_count, 1, 1, mean.device);
+    check_floats(kOp, "mean", mean, 1, 1, mean.device);
     TE_ON_DEVICE_OF(kOp, mean, cross_entropy::cpu::mean(loss, inverse_count, mean),
                     cross_entropy::cuda::mean(loss, inverse_count, mean, stream));
   });
@@ -288,7 +283,7 @@ te_status te_cross_entropy_backward(te_tensor grad, te_tensor dloss, te_tensor s
     constexpr const char* kOp = "te_cross_entropy_backward";
     check_tensor(kOp, "grad", grad);
     cross_entropy::check_factor(kOp, "dloss", dloss, grad.rows, grad.device);
-    if (scale.data != nullptr) cross_entropy::check_floats(kOp, "scale", scale, 1, 1, grad.device);
+    if (scale.data != nullptr) check_floats(kOp, "scale", scale, 1, 1, grad.device);
     if (grad.rows == 0 || grad.cols == 0) return;
     TE_ON_DEVICE_OF(kOp, grad, cross_entropy::cpu::backward(grad, dloss, scale),
                     cross_entropy::cuda::backward(grad, dloss, scale, stream));

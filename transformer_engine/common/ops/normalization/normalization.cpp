@@ -1,5 +1,5 @@
 // normalization, contract and CPU path (the specification). The formulas are in the C header.
-#include "ops/normalization/normalization.h"
+#include "ops/normalization/tensors.h"
 
 #include <algorithm>
 #include <cmath>

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "ops/normalization/normalization.cuh"
+#include "ops/normalization/row_layout.cuh"
 
 namespace te::normalization::cuda {
 

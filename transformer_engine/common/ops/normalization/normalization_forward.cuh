@@ -2,7 +2,7 @@
 // rows a block takes, and when, is the kernels'.
 #pragma once
 
-#include "ops/normalization/normalization.cuh"
+#include "ops/normalization/row_layout.cuh"
 
 namespace te::normalization::cuda {
 

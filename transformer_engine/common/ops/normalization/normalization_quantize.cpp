@@ -1,7 +1,7 @@
 // normalization with its output in FP8, contract and CPU path: y is made as elsewhere and handed to the quantize room.
 #include "core/device.h"
 #include "core/tensor.h"
-#include "ops/normalization/normalization.h"
+#include "ops/normalization/tensors.h"
 #include "ops/quantize/store.h"
 #include "transformer_engine/quantize.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/arena.h"
-#include "ops/offload/offload.h"
+#include "ops/offload/backend.h"
 
 namespace te::offload {
 

@@ -81,16 +81,6 @@ namespace {
 
 constexpr const char* kStates[] = {"not_offloaded", "offload_started", "offload_finished", "reload_started"};
 
-template <class T>
-T& object(const char* op, const char* argument, T* pointer) {
-  if (pointer == nullptr) bad_argument(op, argument, "NULL", "one that was created");
-  return *pointer;
-}
-
-void check_place(const char* op, const char* argument, const void* place) {
-  if (place == nullptr) bad_argument(op, argument, "NULL", "a place for the result");
-}
-
 void check_count(const char* op, const void* pieces, int64_t count, const char* argument = "pieces") {
   if (count < 0) bad_argument(op, "count", count, "a number >= 0");
   if (pieces == nullptr && count != 0) bad_argument(op, argument, "NULL", concat(count, " of them"));
@@ -141,6 +131,8 @@ extern "C" {
 using namespace te::offload;
 using te::bad_argument;
 using te::c_guard;
+using te::check_place;
+using te::object;
 
 const char* te_offload_state_name(te_offload_state state) {
   return state >= 0 && state <= TE_OFFLOAD_RELOAD_STARTED ? kStates[state] : nullptr;

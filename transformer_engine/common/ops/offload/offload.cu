@@ -4,7 +4,7 @@
 
 #include "core/device.h"
 #include "core/vec.cuh"
-#include "ops/offload/offload.h"
+#include "ops/offload/backend.h"
 
 namespace te::offload::cuda {
 

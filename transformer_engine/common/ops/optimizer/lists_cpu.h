@@ -9,7 +9,7 @@
 #include "core/cpu_chunk.h"
 #include "core/fp8.h"
 #include "core/parallel_for.h"
-#include "ops/optimizer/optimizer.h"
+#include "ops/optimizer/paths.h"
 #include "ops/quantize/fp8.h"
 
 namespace te::optimizer::cpu {

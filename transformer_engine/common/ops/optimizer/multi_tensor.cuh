@@ -8,7 +8,7 @@
 #include "core/fp8.h"
 #include "core/reduce.cuh"
 #include "core/vec.cuh"
-#include "ops/optimizer/optimizer.h"
+#include "ops/optimizer/paths.h"
 #include "ops/quantize/fp8.h"
 
 namespace te::optimizer::cuda {

@@ -5,7 +5,7 @@
 
 #include "core/device.h"
 #include "core/fp8.h"
-#include "ops/optimizer/optimizer.h"
+#include "ops/optimizer/paths.h"
 
 namespace te::optimizer {
 

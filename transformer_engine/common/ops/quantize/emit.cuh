@@ -323,8 +323,6 @@ __device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> 
   return scale;
 }
 
-__device__ __forceinline__ int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
-
 template <class T>
 __device__ __forceinline__ float block_2d_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                                 Shared& shared) {

@@ -13,6 +13,7 @@
 namespace te::quantize {
 
 constexpr int kBlock = 128;  // of BLOCK_1D and BLOCK_2D, and rows of a partial column sum
+TE_HOST_DEVICE int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
 template <bool kE5m2>
 struct Format;

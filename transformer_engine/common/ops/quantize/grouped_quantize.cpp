@@ -23,17 +23,9 @@ namespace {
 constexpr const char* kOp = "te_grouped_quantize";
 constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
 
-std::string member(const char* list, int32_t group) { return concat(list, "[", group, "]"); }
-
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ---- contract ----
-
-void check_floats(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& x) {
-  te_tensor like = x;
-  like.dtype = TE_FLOAT32;
-  check_as(kOp, argument, t, rows, cols, like);
-}
 
 void check_data(const char* argument, const te_tensor& t, const te_tensor& x) {
   if (t.dtype != TE_FLOAT8_E4M3 && t.dtype != TE_FLOAT8_E5M2) {
@@ -54,7 +46,7 @@ void check_rowwise(const te_grouped_quantize_problem& p) {
   }
   const auto [down, along] = scale_shape(TE_SCALING_BLOCK_1D, rows, cols);
   const bool tensor = p.scaling == TE_SCALING_TENSOR;
-  check_floats("rowwise_scale_inv", p.rowwise_scale_inv, tensor ? 1 : down, tensor ? p.groups : along, p.x);
+  check_floats(kOp, "rowwise_scale_inv", p.rowwise_scale_inv, tensor ? 1 : down, tensor ? p.groups : along, p.x.device);
 }
 
 void check_panels(const te_grouped_quantize_problem& p) {
@@ -72,7 +64,8 @@ void check_panels(const te_grouped_quantize_problem& p) {
   check_data("panels", p.panels, p.x);
   const bool tensor = p.scaling == TE_SCALING_TENSOR;
   const int64_t down = cols > 0 ? panels : p.panels_scale_inv.rows;  // without columns nobody knows P
-  check_floats("panels_scale_inv", p.panels_scale_inv, tensor ? 1 : down, tensor ? p.groups : up(cols, 4), p.x);
+  check_floats(kOp, "panels_scale_inv", p.panels_scale_inv, tensor ? 1 : down, tensor ? p.groups : up(cols, 4),
+               p.x.device);
 }
 
 void check_scales(const te_grouped_quantize_problem& p) {
@@ -90,15 +83,15 @@ void check_scales(const te_grouped_quantize_problem& p) {
     bad_argument(kOp, "scales", given ? "given beside amax_parts" : "NULL, as is amax_parts",
                  "one of them: scales for delayed scaling, amax_parts for current scaling");
   }
-  if (parts) check_floats("amax_parts", p.amax_parts, 1, TE_GROUPED_QUANTIZE_PARTS + p.groups, p.x);
+  if (parts) check_floats(kOp, "amax_parts", p.amax_parts, 1, TE_GROUPED_QUANTIZE_PARTS + p.groups, p.x.device);
   for (int32_t g = 0; given && g < p.groups; ++g) {
-    if (p.scales[g] == nullptr) bad_argument(kOp, member("scales", g).c_str(), "NULL", "a float on x's device");
+    if (p.scales[g] == nullptr) bad_argument(kOp, element_name("scales", g).c_str(), "NULL", "a float on x's device");
   }
 }
 
 void check_offsets(const te_grouped_quantize_problem& p) {
   const auto refuse = [&](int32_t g, const char* wanted) {
-    bad_argument(kOp, member("offsets", g).c_str(), p.offsets[g], wanted);
+    bad_argument(kOp, element_name("offsets", g).c_str(), p.offsets[g], wanted);
   };
   if (p.offsets[0] != 0) refuse(0, "0");
   for (int32_t g = 0; g < p.groups; ++g) {
@@ -149,15 +142,6 @@ namespace cpu {
 
 namespace {
 
-te_tensor rows_of(const te_tensor& t, int64_t first, int64_t rows) {
-  te_tensor part = t;
-  part.rows = rows;
-  if (t.data != nullptr) {
-    part.data = static_cast<char*>(t.data) + first * t.row_pitch * int64_t(te_dtype_bytes(t.dtype));
-  }
-  return part;
-}
-
 te_tensor one_float(const float* x) { return {const_cast<float*>(x), 1, 1, 1, TE_FLOAT32, TE_DEVICE_CPU}; }
 
 // Element `at` of the scales of TENSOR.
@@ -167,9 +151,10 @@ te_tensor scale_at(const te_tensor& scales, int32_t at) {
 
 // Rows [first, first + rows) of x, which are of group g: those of its panel number `panel`, or none.
 te_quantized part_of(const te_grouped_quantize_problem& p, int32_t g, int64_t panel, int64_t first, int64_t rows) {
-  te_quantized out{p.scaling, rows_of(p.rowwise, first, rows), p.panels, p.rowwise_scale_inv, p.panels_scale_inv};
+  te_quantized out{p.scaling, rows_of(p.rowwise, first, first + rows), p.panels, p.rowwise_scale_inv,
+                   p.panels_scale_inv};
   if (out.columnwise.data != nullptr) {
-    out.columnwise = rows_of(p.panels, panel * p.x.cols, p.x.cols);
+    out.columnwise = rows_of(p.panels, panel * p.x.cols, (panel + 1) * p.x.cols);
     out.columnwise.cols = rows;
   }
   if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is asked where there is no rowwise memory
@@ -182,7 +167,7 @@ te_quantized part_of(const te_grouped_quantize_problem& p, int32_t g, int64_t pa
     out.rowwise_scale_inv.data = row_ptr<float>(p.rowwise_scale_inv, 0) + first;
     out.rowwise_scale_inv.cols = rows;  // nothing behind them: there the next group begins
   }
-  out.columnwise_scale_inv = rows_of(p.panels_scale_inv, panel, p.panels_scale_inv.data == nullptr ? 0 : 1);
+  out.columnwise_scale_inv = rows_of(p.panels_scale_inv, panel, panel + (p.panels_scale_inv.data == nullptr ? 0 : 1));
   return out;
 }
 
@@ -194,19 +179,19 @@ int64_t run_group(const te_grouped_quantize_problem& p, int32_t g, int64_t panel
   if (p.scales != nullptr) plan.scale = one_float(p.scales[g]);
   if (!is_absent(p.amax_parts)) {
     plan.amax_parts = {parts, 1, TE_QUANTIZE_PARTS, TE_QUANTIZE_PARTS, TE_FLOAT32, TE_DEVICE_CPU};
-    quantize::cpu::amax(rows_of(p.x, first, last - first), plan.amax_parts, kAbsent);
+    quantize::cpu::amax(rows_of(p.x, first, last), plan.amax_parts, kAbsent);
   }
   if (p.amaxes != nullptr && p.amaxes[g] != nullptr) plan.amax = one_float(p.amaxes[g]);
   int64_t count = 0;
   for (int64_t row = first; row < last; row += kPanelRows) {
     const int64_t rows = std::min<int64_t>(kPanelRows, last - row);
-    quantize::cpu::quantize(plan, rows_of(p.x, row, rows), part_of(p, g, panel + count++, row, rows));
+    quantize::cpu::quantize(plan, rows_of(p.x, row, row + rows), part_of(p, g, panel + count++, row, rows));
   }
   if (count > 0 || p.scaling != TE_SCALING_TENSOR) return count;
   te_quantized scale = part_of(p, g, 0, first, 0);  // of no rows: nothing but its scale
   scale.rowwise.data = scale.columnwise.data = nullptr;
   scale.rowwise.row_pitch = scale.columnwise.row_pitch = 0;
-  quantize::cpu::quantize(plan, rows_of(p.x, first, 0), scale);
+  quantize::cpu::quantize(plan, rows_of(p.x, first, first), scale);
   return count;
 }
 

@@ -28,22 +28,13 @@ void update_scales(const te_scale_update* updates, int32_t count);
 
 namespace {
 
-int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
-
-void check_floats(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
-                  const te_tensor& like) {
-  te_tensor floats = like;
-  floats.dtype = TE_FLOAT32;
-  check_as(op, argument, t, rows, cols, floats);
-}
-
 void check_scale_inv(const char* op, const std::string& argument, te_scaling scaling, const te_tensor& scale_inv,
                      int64_t rows, int64_t cols, const te_tensor& like) {
   const char* name = argument.c_str();
   if (!is_scaling(int(scaling))) bad_argument(op, "scaling", int(scaling), "a te_scaling");
   const auto [down, along] = scale_shape(scaling, rows, cols);
   const bool pair = scaling_row(scaling).whole() && scale_inv.cols == 2;
-  check_floats(op, name, scale_inv, down, pair ? 2 : along, like);
+  check_floats(op, name, scale_inv, down, pair ? 2 : along, like.device);
 }
 
 // FP8 data of one direction with its scales; `rows` and `cols` are those of the direction.
@@ -96,9 +87,9 @@ void check_quantization(const char* op, const te_quantize_plan& plan, int64_t ro
   check_starts(op, (std::string(argument) + ".rowwise").c_str(), out.rowwise);
   check_starts(op, (std::string(argument) + ".columnwise").c_str(), out.columnwise);
   const bool tensor = out.scaling == TE_SCALING_TENSOR, given = plan.scale.data != nullptr;
-  if (given) check_floats(op, "plan.scale", plan.scale, 1, 1, like);
+  if (given) check_floats(op, "plan.scale", plan.scale, 1, 1, like.device);
   if (plan.amax_parts.data != nullptr) {
-    check_floats(op, "plan.amax_parts", plan.amax_parts, 1, plan.amax_parts.cols, like);
+    check_floats(op, "plan.amax_parts", plan.amax_parts, 1, plan.amax_parts.cols, like.device);
   }
   if (tensor && given == (plan.amax_parts.data != nullptr)) {
     bad_argument(op, "plan", given ? "one with scale and amax_parts" : "one without scale and amax_parts",
@@ -107,19 +98,19 @@ void check_quantization(const char* op, const te_quantize_plan& plan, int64_t ro
   if (!tensor && (given || plan.amax_parts.data != nullptr || plan.amax.data != nullptr)) {
     bad_argument(op, "plan", "one with scale, amax_parts or amax", "none of them: block scaling makes its own scales");
   }
-  if (plan.amax.data != nullptr) check_floats(op, "plan.amax", plan.amax, 1, 1, like);
+  if (plan.amax.data != nullptr) check_floats(op, "plan.amax", plan.amax, 1, 1, like.device);
   if (plan.column_sums.data != nullptr) {
-    check_floats(op, "plan.column_sums", plan.column_sums, blocks_of(rows), cols, like);
+    check_floats(op, "plan.column_sums", plan.column_sums, blocks_of(rows), cols, like.device);
   }
-  if (plan.noop.data != nullptr) check_floats(op, "plan.noop", plan.noop, 1, 1, like);
+  if (plan.noop.data != nullptr) check_floats(op, "plan.noop", plan.noop, 1, 1, like.device);
   if (!(plan.amax_epsilon >= 0.f && std::isfinite(plan.amax_epsilon))) {
     bad_argument(op, "plan.amax_epsilon", plan.amax_epsilon, "a finite number >= 0");
   }
 }
 
 void check_amax_parts(const char* op, const te_tensor& parts, const te_tensor& noop, const te_tensor& like) {
-  check_floats(op, "parts", parts, 1, TE_QUANTIZE_PARTS, like);
-  if (noop.data != nullptr) check_floats(op, "noop", noop, 1, 1, like);
+  check_floats(op, "parts", parts, 1, TE_QUANTIZE_PARTS, like.device);
+  if (noop.data != nullptr) check_floats(op, "noop", noop, 1, 1, like.device);
 }
 
 }  // namespace te::quantize
@@ -155,7 +146,7 @@ te_status te_quantize_sum_columns(te_tensor column_sums, te_tensor dbias, te_str
     check_shape(op, "dbias", dbias, 1, dbias.cols);
     quantize::check_float_dtype(op, "dbias", dbias);
     check_tensor(op, "column_sums", column_sums);
-    quantize::check_floats(op, "column_sums", column_sums, column_sums.rows, dbias.cols, dbias);
+    check_floats(op, "column_sums", column_sums, column_sums.rows, dbias.cols, dbias.device);
     TE_ON_DEVICE_OF(op, dbias, quantize::cpu::sum_columns(column_sums, dbias),
                     quantize::cuda::sum_columns(column_sums, dbias, stream));
   });
@@ -199,8 +190,8 @@ te_status te_quantize_update_scales(const te_scale_update* updates, int32_t coun
       const te_scale_update& update = updates[i];
       check_tensor(op, "history", update.history);
       te_tensor like = updates[0].history;
-      quantize::check_floats(op, "history", update.history, update.history.rows, update.history.cols, like);
-      quantize::check_floats(op, "scale", update.scale, 1, update.history.cols, like);
+      check_floats(op, "history", update.history, update.history.rows, update.history.cols, like.device);
+      check_floats(op, "scale", update.scale, 1, update.history.cols, like.device);
       if (update.history.rows < 1) bad_argument(op, "history", shape_of(update.history), "at least one row");
       if (update.margin < 0) bad_argument(op, "margin", update.margin, "a number >= 0");
       if (!(update.fp8_max > 0.f && std::isfinite(update.fp8_max))) {

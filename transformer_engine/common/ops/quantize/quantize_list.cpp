@@ -19,8 +19,6 @@ namespace {
 constexpr const char* kOp = "te_quantize_list";
 constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
 
-std::string member(const char* list, int32_t i, const char* part = "") { return concat(list, "[", i, "]", part); }
-
 te_tensor one_float(const float* x, int32_t device) {
   return x == nullptr ? kAbsent : te_tensor{const_cast<float*>(x), 1, 1, 1, TE_FLOAT32, device};
 }
@@ -51,7 +49,7 @@ void check_scales(const te_quantize_list_problem& p) {
                  "one of them: scales for delayed scaling, amax_parts for current scaling");
   }
   for (int32_t i = 0; given && i < p.count; ++i) {
-    if (p.scales[i] == nullptr) bad_argument(kOp, member("scales", i).c_str(), "NULL", "a float on xs' device");
+    if (p.scales[i] == nullptr) bad_argument(kOp, element_name("scales", i).c_str(), "NULL", "a float on xs' device");
   }
   if (!parts) return;
   te_tensor like = p.xs[0];
@@ -79,19 +77,19 @@ bool alike(const te_tensor& a, const te_tensor& b) {
 
 void check_starts(int32_t i, const char* part, const te_tensor& data) {
   if (reinterpret_cast<uintptr_t>(data.data) % 16 != 0) {
-    bad_argument(kOp, member("outs", i, part).c_str(), "at an odd address", "data on a multiple of 16 bytes");
+    bad_argument(kOp, element_name("outs", i, part).c_str(), "at an odd address", "data on a multiple of 16 bytes");
   }
 }
 
 // Of one beside the first, whose contract has been checked. There may be hundreds.
 void check_next(const te_quantize_list_problem& p, int32_t i) {
   const te_quantized &out = p.outs[i], &first = p.outs[0];
-  if (!alike(p.xs[i], p.xs[0])) refuse_unlike(member("xs", i), p.xs[i], p.xs[0]);
+  if (!alike(p.xs[i], p.xs[0])) refuse_unlike(element_name("xs", i), p.xs[i], p.xs[0]);
   if (out.scaling != first.scaling) {
-    bad_argument(kOp, member("outs", i, ".scaling").c_str(), int(out.scaling), int(first.scaling));
+    bad_argument(kOp, element_name("outs", i, ".scaling").c_str(), int(out.scaling), int(first.scaling));
   }
   const auto part = [&](const char* name, const te_tensor& t, const te_tensor& of_first) {
-    if (!alike(t, of_first)) refuse_unlike(member("outs", i, name), t, of_first);
+    if (!alike(t, of_first)) refuse_unlike(element_name("outs", i, name), t, of_first);
   };
   part(".rowwise", out.rowwise, first.rowwise);
   part(".columnwise", out.columnwise, first.columnwise);

@@ -22,15 +22,11 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
 
 namespace {
 
-int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
-
 // ---- contract ----
 
-void check_floats(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
-                  const te_tensor& like) {
-  te_tensor floats = like;
-  floats.dtype = TE_FLOAT32;
-  check_as(op, argument, t, rows, cols, floats);
+void check_dense_floats(const char* op, const char* argument, const te_tensor& t, int64_t rows, int64_t cols,
+                        const te_tensor& like) {
+  check_floats(op, argument, t, rows, cols, like.device);
   if (t.data != nullptr && rows > 1 && t.row_pitch != cols) {
     bad_argument(op, argument, concat("of row pitch ", t.row_pitch), concat(cols, ": rows that lie densely"));
   }
@@ -39,7 +35,8 @@ void check_floats(const char* op, const char* argument, const te_tensor& t, int6
 void check_amaxes(const char* op, const char* argument, te_scaling scaling, const te_tensor& amaxes,
                   const te_quantize_range& range) {
   const bool tensor = scaling == TE_SCALING_TENSOR;
-  check_floats(op, argument, amaxes, tensor ? 1 : blocks_of(range.rows), tensor ? 1 : blocks_of(range.cols), range.x);
+  check_dense_floats(op, argument, amaxes, tensor ? 1 : blocks_of(range.rows), tensor ? 1 : blocks_of(range.cols),
+                     range.x);
 }
 
 void check_range(const char* op, const te_quantize_range& range, te_scaling scaling) {
@@ -68,14 +65,14 @@ void check_cast(const char* op, const te_quantize_range& range, const te_quantiz
   if (!tensor && (given || plan.amax.data != nullptr)) {
     bad_argument(op, "plan", "one with scale or amax", "neither: scales of blocks are made of amaxes");
   }
-  if (given) check_floats(op, "plan.scale", plan.scale, 1, 1, range.x);
+  if (given) check_dense_floats(op, "plan.scale", plan.scale, 1, 1, range.x);
   if (!given || !is_absent(plan.amaxes)) check_amaxes(op, "plan.amaxes", plan.scaling, plan.amaxes, range);
-  if (plan.amax.data != nullptr) check_floats(op, "plan.amax", plan.amax, 1, 1, range.x);
+  if (plan.amax.data != nullptr) check_dense_floats(op, "plan.amax", plan.amax, 1, 1, range.x);
   if (!(plan.amax_epsilon >= 0.f && std::isfinite(plan.amax_epsilon))) {
     bad_argument(op, "plan.amax_epsilon", plan.amax_epsilon, "a finite number >= 0");
   }
   const auto [down, along] = scale_shape(plan.scaling, range.rows, range.cols);
-  check_floats(op, "scale_inv", scale_inv, down, tensor && scale_inv.cols == 2 ? 2 : along, range.x);
+  check_dense_floats(op, "scale_inv", scale_inv, down, tensor && scale_inv.cols == 2 ? 2 : along, range.x);
   check_tensor(op, "data", data);
   const bool alone = data.rows == 1 && data.cols == range.x.cols;
   if (!alone) check_shape(op, "data", data, range.rows, range.cols);

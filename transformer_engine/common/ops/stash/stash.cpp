@@ -48,16 +48,6 @@ void check_memory(const char* op, const char* argument, const void* data) {
   }
 }
 
-template <class T>
-T& object(const char* op, const char* argument, T* pointer) {
-  if (pointer == nullptr) bad_argument(op, argument, "NULL", "one that was created");
-  return *pointer;
-}
-
-void check_place(const char* op, const char* argument, const void* place) {
-  if (place == nullptr) bad_argument(op, argument, "NULL", "a place for the result");
-}
-
 Entry* entry_of(const char* op, const void* entry) {
   check_memory(op, "entry", entry);
   return static_cast<Entry*>(const_cast<void*>(entry));
@@ -196,6 +186,8 @@ extern "C" {
 using namespace te::stash;
 using te::bad_argument;
 using te::c_guard;
+using te::check_place;
+using te::object;
 
 size_t te_stash_pages_bytes(te_stash_options options) {
   size_t bytes = 0;

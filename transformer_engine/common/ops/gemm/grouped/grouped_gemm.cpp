@@ -11,7 +11,7 @@
 #include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
 #include "ops/gemm/grouped/check.h"
-#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped {
 
@@ -20,10 +20,10 @@ namespace {
 void check_weights(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   for (int32_t g = 0; g < p.groups; ++g) {
     if (!is_as(p.weights[g], shape.n, shape.k, p.rows.dtype, p.rows)) {
-      check_as(kOp, member("weights", g).c_str(), p.weights[g], shape.n, shape.k, p.rows);
+      check_as(kOp, element_name("weights", g).c_str(), p.weights[g], shape.n, shape.k, p.rows);
     }
     if (p.biases != nullptr && !is_as(p.biases[g], 1, shape.n, p.rows.dtype, p.rows)) {
-      check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, shape.n, p.rows);
+      check_as(kOp, element_name("biases", g).c_str(), p.biases[g], 1, shape.n, p.rows);
     }
   }
 }
@@ -33,7 +33,7 @@ void check_results(const te_grouped_gemm_problem& p, const ProblemShape& shape) 
     te_tensor t = p.results[g];
     if (t.data == nullptr || is_as(t, shape.n, shape.k, t.dtype == TE_FLOAT32 ? TE_FLOAT32 : p.rows.dtype, p.rows))
       continue;
-    const std::string argument = member("results", g);
+    const std::string argument = element_name("results", g);
     check_shape(kOp, argument.c_str(), t, shape.n, shape.k);
     if (t.dtype == TE_FLOAT32) t.dtype = p.rows.dtype;
     check_like(kOp, argument.c_str(), t, p.rows);
@@ -83,7 +83,7 @@ namespace {
 
 void check_offsets(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
   const auto refuse = [&](int32_t g, const char* wanted) {
-    bad_argument(kOp, member("offsets", g).c_str(), p.offsets[g], wanted);
+    bad_argument(kOp, element_name("offsets", g).c_str(), p.offsets[g], wanted);
   };
   if (p.offsets[0] != 0) refuse(0, "0");
   for (int32_t g = 0; g < p.groups; ++g) {

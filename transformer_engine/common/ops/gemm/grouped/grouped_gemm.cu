@@ -6,9 +6,9 @@
 #include "core/fp8.h"
 #include "core/vec.cuh"
 #include "ops/gemm/grouped/check.h"
-#include "ops/gemm/grouped/grouped_gemm.h"
 #include "ops/gemm/grouped/launches.h"
 #include "ops/gemm/grouped/launches_fp8.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped::cuda {
 
@@ -62,7 +62,7 @@ void check_all(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
     return check_readable("depth_rows", p.depth_rows);
   }
   for (int32_t g = 0; g < p.groups; ++g) {
-    if (!is_readable(p.weights[g])) check_readable(member("weights", g), p.weights[g]);
+    if (!is_readable(p.weights[g])) check_readable(element_name("weights", g), p.weights[g]);
   }
 }
 

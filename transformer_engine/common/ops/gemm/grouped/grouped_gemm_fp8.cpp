@@ -7,7 +7,7 @@
 #include "core/fp8.h"
 #include "ops/gemm/gemm_problem.h"
 #include "ops/gemm/grouped/check.h"
-#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped {
 
@@ -48,8 +48,8 @@ void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, in
       (s.rows <= 1 || scales.row_pitch == scales.cols)) {
     return;
   }
-  check_e4m3(member("weights", g).c_str(), p.weights[g], outer, k, p.rows);
-  const std::string argument = member("weights_scale_inv", g);
+  check_e4m3(element_name("weights", g).c_str(), p.weights[g], outer, k, p.rows);
+  const std::string argument = element_name("weights_scale_inv", g);
   check_shape(kOp, argument.c_str(), scales, s.rows, cols);
   check_scales(argument.c_str(), scales, p.rows);
   if (s.rows > 1 && scales.row_pitch != scales.cols) {
@@ -61,7 +61,8 @@ void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, in
 void check_bias(const te_grouped_gemm_problem& p, int32_t g, int64_t n) {
   te_tensor like = p.rows;
   like.dtype = p.result.dtype == TE_FLOAT16 ? TE_FLOAT16 : TE_BFLOAT16;
-  if (!is_as(p.biases[g], 1, n, like.dtype, like)) check_as(kOp, member("biases", g).c_str(), p.biases[g], 1, n, like);
+  if (!is_as(p.biases[g], 1, n, like.dtype, like))
+    check_as(kOp, element_name("biases", g).c_str(), p.biases[g], 1, n, like);
 }
 
 ProblemShape check_rows(const te_grouped_gemm_problem& p) {
@@ -98,7 +99,7 @@ ProblemShape check_weight_gradients(const te_grouped_gemm_problem& p) {
     if (result.data == nullptr) continue;
     if (like == nullptr) like = &result;
     if (like != &result && is_as(result, like->rows, like->cols, like->dtype, *like)) continue;
-    check_result(member("results", g).c_str(), result, like->rows, like->cols, p.rows);
+    check_result(element_name("results", g).c_str(), result, like->rows, like->cols, p.rows);
   }
   if (like == nullptr || like->rows * like->cols == 0) return {kMostRows, 0, 0};  // nothing to compute
   const int64_t n = like->rows, k = like->cols, panels = p.rows.rows / n;

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "ops/gemm/grouped/grouped_gemm.h"
 #include "ops/gemm/grouped/params.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped {
 

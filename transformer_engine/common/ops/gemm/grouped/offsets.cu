@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/device.h"
-#include "ops/gemm/grouped/grouped_gemm.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped::cuda {
 

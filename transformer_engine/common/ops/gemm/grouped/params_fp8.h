@@ -1,8 +1,8 @@
 // Parameters of the grouped kernels of FP8 operands, passed by value, and the tiles of their products.
 #pragma once
 
-#include "ops/gemm/grouped/grouped_gemm.h"
 #include "ops/gemm/grouped/params.h"
+#include "ops/gemm/grouped/problem.h"
 
 namespace te::gemm::grouped {
 

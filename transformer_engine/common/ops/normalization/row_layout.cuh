@@ -7,7 +7,7 @@
 
 #include "core/device.h"
 #include "core/reduce.cuh"
-#include "ops/normalization/normalization.h"
+#include "ops/normalization/tensors.h"
 #include "ops/quantize/store.cuh"
 
 namespace te::normalization::cuda {
