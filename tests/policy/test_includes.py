@@ -95,6 +95,17 @@ def test_engine_includes_run_one_way(path):
     assert not torch, f"the engine is torch-free, but {path.relative_to(REPO)} includes {torch}"
 
 
+def stem(path):
+    return path.rsplit(".", 1)[0]
+
+
+def test_units_of_the_engine_have_no_circle():
+    """A unit is a header with its sources, x.h, x.cuh, x.cpp and x.cu."""
+    found = [(str(p.relative_to(COMMON)), i) for p in sources(COMMON) for i in includes(p) if (COMMON / i).exists()]
+    assert len(found) > 200, "the search found hardly anything"
+    assert not house.circles({(stem(a), stem(b)) for a, b in found if stem(a) != stem(b)})
+
+
 @pytest.mark.parametrize("path", sources(CSRC), ids=lambda p: p.name)
 def test_binding_sees_only_the_c_api(path):
     # `core` and `ops` are folders of the engine and of the binding: the binding's own files are found in csrc.
