@@ -38,14 +38,14 @@ typedef struct te_activation_params {
 TE_API te_status te_activation_forward(int kind, te_activation_params params, te_tensor x, te_tensor y,
                                        te_stream stream);
 
-/* dx, shaped like x (for gated kinds the merged [da | db]), from dy and the saved x; when `y` is present (data not
- * NULL) it receives the forward's output again, same bits, so that a caller need not have saved it. */
+/* dx, shaped like x (for gated kinds the merged [da | db]), from dy and the saved x. If `y` is present (data not NULL),
+ * the forward's output is recomputed into it with the same bits, so that it need not be saved. */
 TE_API te_status te_activation_backward(int kind, te_activation_params params, te_tensor dy, te_tensor x, te_tensor dx,
                                         te_tensor y, te_stream stream);
 
-/* ---- straight to FP8 (transformer_engine/quantize.h says what plans and scales are) ----
+/* ---- fused quantization to FP8 (plans and scales: transformer_engine/quantize.h) ----
  * Values are rounded to x's dtype first: the bytes, scales and amaxes are those of te_activation_forward or _backward
- * followed by te_quantize, without the tensor between them. */
+ * followed by te_quantize, without the intermediate tensor. */
 struct te_quantize_plan;
 struct te_quantized;
 
@@ -54,14 +54,14 @@ TE_API te_status te_activation_forward_quantize(int kind, te_activation_params p
                                                 const struct te_quantize_plan* plan, const struct te_quantized* out,
                                                 te_stream stream);
 
-/* dx in FP8 (for gated kinds the merged [da | db]) and, where `y` is not NULL, y too, by a plan of its own. One launch;
- * two for a gated kind whose columns are no multiple of 128. */
+/* dx in FP8 (for gated kinds the merged [da | db]) and, if `y` is not NULL, y too, with its own plan. One launch; two
+ * for a gated kind whose columns are no multiple of 128. */
 TE_API te_status te_activation_backward_quantize(int kind, te_activation_params params, te_tensor dy, te_tensor x,
                                                  const struct te_quantize_plan* dx_plan, const struct te_quantized* dx,
                                                  const struct te_quantize_plan* y_plan, const struct te_quantized* y,
                                                  te_stream stream);
 
-/* Parts of y's amax, and of dx's, as te_quantize_amax makes them: the first launch of current scaling. */
+/* Partial amaxes of y and of dx, as from te_quantize_amax: the first launch of current scaling. */
 TE_API te_status te_activation_forward_amax(int kind, te_activation_params params, te_tensor x, te_tensor parts,
                                             te_tensor noop, te_stream stream);
 TE_API te_status te_activation_backward_amax(int kind, te_activation_params params, te_tensor dy, te_tensor x,

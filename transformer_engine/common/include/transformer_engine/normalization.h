@@ -12,9 +12,9 @@
  *   and beta, dgamma, dbeta like gamma; mean, rstd float32. Arithmetic in float32, one rounding at each store.
  * Optional tensors are absent when their data is NULL.
  * Aliasing. An output [rows, hidden] may be the memory of an input [rows, hidden] of the same pitch; no other overlap.
- * Determinism. The same bits every time: rows are cut into parts by shape alone and parts are summed in order.
+ * Determinism. The same bits in every call: rows are divided into parts by shape alone, and parts are summed in order.
  * Errors. TE_INVALID_ARGUMENT for a wrong shape, dtype, device or missing tensor; TE_NOT_IMPLEMENTED for
- *   hidden > 65536. NaN and Inf in a row spread over that row, as the formula says. */
+ *   hidden > 65536. NaN and Inf in a row spread over that row by the formula. */
 #ifndef TRANSFORMER_ENGINE_NORMALIZATION_H_
 #define TRANSFORMER_ENGINE_NORMALIZATION_H_
 
@@ -33,24 +33,24 @@ typedef struct te_normalization_plan {
   float eps;               /* >= 0, finite */
 } te_normalization_plan;
 
-/* Writes every element of y where it is present, of residual_out (required with residual, refused without), and of mean
- * and rstd where they are present. Without y: the statistics that a later te_normalization_quantize reads. beta may be
- * absent and must be for RMSNorm; mean must be absent for RMSNorm. */
+/* Writes every element of y if it is present, of residual_out (required with residual, refused without), and of mean
+ * and rstd if they are present. Without y it computes the statistics for a later te_normalization_quantize. beta may be
+ * absent; beta and mean must be absent for RMSNorm. */
 TE_API te_status te_normalization_forward(te_normalization_plan plan, te_tensor x, te_tensor residual, te_tensor gamma,
                                           te_tensor beta, te_tensor y, te_tensor residual_out, te_tensor mean,
                                           te_tensor rstd, te_stream stream);
 
-/* y in FP8 by statistics that a forward left: y is rounded to h's dtype and that is quantized, so the bytes are those
- * of te_normalization_forward followed by te_quantize, on each device. h [rows, hidden]: the norm input (residual_out
- * where there was a residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/quantize.h. One
+/* y in FP8 from the statistics of a forward: y is rounded to h's dtype, then quantized, so that the bytes are those of
+ * te_normalization_forward followed by te_quantize, on each device. h [rows, hidden]: the norm input (residual_out
+ * after a forward with residual). mean is absent for RMSNorm. `quantize` and `out`: transformer_engine/quantize.h. One
  * launch. plan.eps is not read. */
 TE_API te_status te_normalization_quantize(te_normalization_plan plan, te_tensor h, te_tensor mean, te_tensor rstd,
                                            te_tensor gamma, te_tensor beta, const struct te_quantize_plan* quantize,
                                            const struct te_quantized* out, te_stream stream);
 
-/* The forward with y in FP8: te_normalization_forward without y, then te_normalization_quantize. quantize->amax_parts,
- * where present, is written by the first and read by the second. One launch where rows of a 16-bit dtype of 1025 to
- * 8192 elements on 16 bytes need no amax before, else two. mean (for LayerNorm) and rstd must be present. workspace:
+/* The forward with y in FP8: te_normalization_forward without y, then te_normalization_quantize. The first writes
+ * quantize->amax_parts, if present, and the second reads it. One launch for rows of a 16-bit dtype with 1025 to 8192
+ * elements on 16 bytes that need no amax first, else two. mean (for LayerNorm) and rstd must be present. workspace:
  * uint8 [1, >= te_normalization_forward_quantize_workspace()] on 16 bytes, contents irrelevant before and after; not
  * read, and may be absent, on the CPU. */
 TE_API te_status te_normalization_forward_quantize(te_normalization_plan plan, te_tensor x, te_tensor residual,
@@ -61,16 +61,16 @@ TE_API te_status te_normalization_forward_quantize(te_normalization_plan plan, t
                                                    te_stream stream);
 TE_API size_t te_normalization_forward_quantize_workspace(int64_t rows);
 
-/* Bytes that te_normalization_backward wants in `workspace` on CUDA; 0 where no rows are. */
+/* Bytes that te_normalization_backward needs in `workspace` on CUDA; 0 without rows. */
 TE_API size_t te_normalization_backward_workspace(te_normalization_plan plan, int64_t rows, int64_t hidden);
 
 /* With h = x the saved norm input, n = (h - mean) * rstd, w = dy * g and means taken over the row:
  *   dx = (w - mean(w) - n * mean(w * n)) * rstd + residual_grad      (RMSNorm: without mean(w))
  *   dgamma = sum over rows of dy * n, dbeta = sum over rows of dy
- * dx, dgamma and dbeta are written (`=`) where present; residual_grad (optional) needs dx. With no rows dgamma and
- * dbeta are zeros. mean must be present for LayerNorm; mean and dbeta must be absent for RMSNorm. workspace: uint8 [1,
+ * dx, dgamma and dbeta are written (`=`) if present; residual_grad (optional) needs dx. Without rows dgamma and dbeta
+ * are zeros. mean must be present for LayerNorm; mean and dbeta must be absent for RMSNorm. workspace: uint8 [1,
  * >= te_normalization_backward_workspace()] on 16 bytes, contents irrelevant before and after; not read, and may be
- * absent, on the CPU and where dgamma and dbeta are both absent. */
+ * absent, on the CPU and if dgamma and dbeta are both absent. */
 TE_API te_status te_normalization_backward(te_normalization_plan plan, te_tensor dy, te_tensor residual_grad,
                                            te_tensor x, te_tensor gamma, te_tensor mean, te_tensor rstd, te_tensor dx,
                                            te_tensor dgamma, te_tensor dbeta, te_tensor workspace, te_stream stream);

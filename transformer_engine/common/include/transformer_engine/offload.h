@@ -1,34 +1,35 @@
-/* offload: saved tensors leave for pinned host memory and come back, layer by layer, on streams of their own.
+/* offload: copies saved tensors to pinned host memory and back, layer by layer, on separate streams.
  *
- * An engine has the two streams (device to host, host to device) and one arena of pinned memory (plain memory on the
- * CPU, where copies are done at once and streams are only names). A layer is what leaves together: pieces of device
- * memory, whole storages as a rule. The caller owns that memory and frees or hands on what a call says is free.
+ * An engine has two streams (device to host, host to device) and one arena of pinned memory (pageable memory on the
+ * CPU, where copies complete at once and streams are names alone). A layer is a list of pieces of device memory,
+ * usually whole storages, that are copied together. The caller owns that memory, and may free it where a call permits
+ * it.
  *
- * States of a layer, and the calls that each one takes; any other call is an error that names both:
+ * States of a layer and the calls that each accepts; any other call is an error that names both:
  *   not_offloaded    mark, prepare, start                      -> offload_started
  *   offload_started  join, release                             -> offload_finished
  *   offload_finished start_reload                              -> reload_started
  *   reload_started   wait_reload; park                         -> offload_finished
  *   any              reset                                     -> not_offloaded
  *
- * Waits, each of them an event: no call but reset() in a capture waits on the host, and none changes memory that it
- * does not name.
+ * Waits, each of them an event. No call but reset() in a capture blocks the host.
  *
- *             made by        who waits           for what
+ *             made by        waiting stream      waits for
  *   PRODUCED  start          the copy out        the compute stream, which writes the pieces
- *   COPIED    release, join  the compute stream  the copy out, before it uses their memory again
+ *   COPIED    release, join  the compute stream  the copy out, before the pieces' memory is reused
  *   ON_HOST   start_reload   the copy back       the copy out
  *   ROOM      start_reload   the copy back       the compute stream, which used the target's memory before
  *   RELOADED  wait_reload    the compute stream  the copy back
- *   SLOT      reset          later copies out    a copy back that reads the host memory they may be given
+ *   SLOT      reset          later copies out    a copy back that still reads the host memory they may reuse
  *
- * Capture. Calls whose stream is being captured become nodes of the graph. What one capture forks it must join before
- *   it ends (join, wait_reload, park or reset); waits across two captures are then left to the order of the graphs, and
- *   memory used inside of one is kept for it (te_offload_release_captured). The arena grows outside of captures alone.
- * Pieces under 2 MiB travel packed where there are two or more of them: one copy on the device, one transfer.
- * Threads. Calls on one engine take turns.
- * Errors. TE_INVALID_ARGUMENT for bad arguments, TE_PINNED_MEMORY where that is exhausted (sizes named, nothing
- *   changed), TE_RUNTIME_ERROR for a call in the wrong state, a slot that was given back, or a failure of CUDA. */
+ * Capture. Calls whose stream is being captured become nodes of the graph. A capture must join its copies before it
+ *   ends (join, wait_reload, park or reset); the order of graphs then replaces waits across two captures, and host
+ *   memory that a capture used is reserved for its graph (te_offload_release_captured). The arena does not grow in a
+ *   capture.
+ * Two or more pieces under 2 MiB are packed: one copy on the device, one transfer.
+ * Threads. Calls on one engine are serialised.
+ * Errors. TE_INVALID_ARGUMENT for bad arguments, TE_PINNED_MEMORY if pinned memory is exhausted (with sizes, and
+ *   nothing changed), TE_RUNTIME_ERROR for a call in the wrong state, a released slot, or a failure of CUDA. */
 #ifndef TRANSFORMER_ENGINE_OFFLOAD_H_
 #define TRANSFORMER_ENGINE_OFFLOAD_H_
 
@@ -59,14 +60,14 @@ typedef enum te_offload_wait {
 
 typedef struct te_offload_options {
   int32_t device;      /* TE_DEVICE_CPU, or a CUDA ordinal */
-  te_stream stream;    /* both directions on this one; NULL: one stream each, made here */
-  size_t pinned_limit; /* most bytes of the arena; 0: what the machine gives */
-  int32_t debug;       /* 1: a slot given back is filled with 0xFF (on CUDA the host then waits for its last reader) */
-  int32_t trace;       /* 1: every wait, record and copy is noted */
-  uint32_t left_out;   /* te_offload_wait bits that are not waited for. For tests: it makes races */
+  te_stream stream;    /* for both directions; NULL: the engine creates one stream for each */
+  size_t pinned_limit; /* largest size of the arena in bytes; 0: no limit */
+  int32_t debug;       /* 1: a released slot is filled with 0xFF (on CUDA the host then waits for its last reader) */
+  int32_t trace;       /* 1: records every wait, record and copy */
+  uint32_t left_out;   /* te_offload_wait bits that are not waited for. For tests: it causes races */
 } te_offload_options;
 
-/* device memory that travels */
+/* device memory to offload */
 typedef struct te_offload_piece {
   void* data;
   size_t bytes;
@@ -74,9 +75,9 @@ typedef struct te_offload_piece {
 
 typedef struct te_offload_usage {
   size_t reserved; /* bytes of the arena */
-  size_t used;     /* of them in slots */
-  size_t peak;     /* the most that was in slots */
-  size_t captured; /* of used: slots that graphs own */
+  size_t used;     /* bytes of them in slots */
+  size_t peak;     /* the largest `used` so far */
+  size_t captured; /* bytes of `used` that are reserved for graphs */
   int64_t slots;
 } te_offload_usage;
 
@@ -100,53 +101,54 @@ typedef struct te_offload_step {
 TE_API const char* te_offload_state_name(te_offload_state state); /* NULL when out of range */
 
 TE_API te_status te_offload_engine_create(te_offload_options options, te_offload_engine** out);
-/* Its layers must be gone. Gives the arena back. */
+/* The engine's layers must have been destroyed. Frees the arena. */
 TE_API te_status te_offload_engine_destroy(te_offload_engine* engine);
-/* One free range of at least `bytes` exists afterwards. */
+/* Ensures one free range of at least `bytes`. */
 TE_API te_status te_offload_reserve(te_offload_engine* engine, size_t bytes);
-/* Gives back what no slot lies in. On CUDA the driver waits for the device. */
+/* Frees allocations without slots. On CUDA the driver waits for the device. */
 TE_API te_status te_offload_trim(te_offload_engine* engine);
-/* The graphs whose captures used the engine are gone: their slots may serve again. */
+/* The graphs whose captures used the engine have been destroyed: their slots may be reused. */
 TE_API te_status te_offload_release_captured(te_offload_engine* engine);
 TE_API te_status te_offload_get_usage(const te_offload_engine* engine, te_offload_usage* out);
 TE_API te_status te_offload_streams(const te_offload_engine* engine, te_stream* d2h, te_stream* h2d);
-/* Copies up to `most` steps from `first` on; *count: how many there are in all. */
+/* Copies up to `most` steps from `first` on; *count: the number of all. */
 TE_API te_status te_offload_get_trace(const te_offload_engine* engine, int64_t first, int64_t most,
                                       te_offload_step* steps, int64_t* count);
 
-/* retain: its host memory stays its own from one reset to the next start, at the same address. */
+/* retain: the layer keeps its host memory, at the same address, from a reset to the next start. */
 TE_API te_status te_offload_layer_create(te_offload_engine* engine, int32_t retain, te_offload_layer** out);
-/* reset on the last stream it was called with, then gone, with what it retained. */
+/* Resets the layer on the last stream that it was called with, then destroys it and its retained memory. */
 TE_API te_status te_offload_layer_destroy(te_offload_layer* layer);
 TE_API te_offload_state te_offload_layer_state(const te_offload_layer* layer);
 
-/* What `stream` has been given so far is ready to leave: pieces that name the mark need not wait for more. */
+/* Marks the current work of `stream`: copies of pieces with this mark wait for no later work. */
 TE_API te_status te_offload_mark(te_offload_layer* layer, te_stream stream, int64_t* mark);
-/* Takes host memory for pieces of these sizes; *staging: bytes of device memory that start and start_reload want. */
+/* Allocates host memory for pieces of these sizes; *staging: bytes of device memory that start and start_reload
+ * need. */
 TE_API te_status te_offload_prepare(te_offload_layer* layer, const size_t* sizes, int64_t count, te_stream stream,
                                     size_t* staging);
-/* The same figure again, for start_reload. */
+/* The same number, for start_reload. */
 TE_API te_status te_offload_staging(te_offload_layer* layer, size_t* staging);
 /* Starts the copy out. The pieces of prepare(), in order; marks: one each, or -1 (NULL: no marks). Pieces and staging
- * stay as they are until release() or reset(). */
+ * must not change until release() or reset(). */
 TE_API te_status te_offload_start(te_offload_layer* layer, const te_offload_piece* pieces, const int64_t* marks,
                                   int64_t count, void* staging, te_stream stream);
-/* `stream` waits for the copy out; the state stays. */
+/* `stream` waits for the copy out; the state does not change. */
 TE_API te_status te_offload_join(te_offload_layer* layer, te_stream stream);
-/* `stream` waits for the copy out: behind it, pieces and staging are the caller's to use again. */
+/* `stream` waits for the copy out; after that the caller may reuse pieces and staging. */
 TE_API te_status te_offload_release(te_offload_layer* layer, te_stream stream);
 /* Starts the copy back, into pieces of the same sizes, whose memory `stream` may have used before. */
 TE_API te_status te_offload_start_reload(te_offload_layer* layer, const te_offload_piece* pieces, int64_t count,
                                          void* staging, te_stream stream);
-/* `stream` waits for the copy back: behind it, the pieces may be read, and staging used again. */
+/* `stream` waits for the copy back; after that the pieces may be read, and staging reused. */
 TE_API te_status te_offload_wait_reload(te_offload_layer* layer, te_stream stream);
-/* The reloaded pieces are given up (`stream` waits for the copy back), the host copies stay. */
+/* Drops the reloaded pieces (`stream` waits for the copy back) and keeps the host copies. */
 TE_API te_status te_offload_park(te_offload_layer* layer, te_stream stream);
-/* Everything is given up: `stream`, and the one that start() or start_reload() was called on, wait for whatever is
- * under way. In a capture the host waits for what was started outside of it. */
+/* Drops everything: `stream`, and the stream of start() or start_reload(), wait for copies in flight. In a capture the
+ * host waits for those that were started outside of it. */
 TE_API te_status te_offload_reset(te_offload_layer* layer, te_stream stream);
 
-/* Bytes that `count` pieces take in packed form: each starts on a multiple of 256. */
+/* Bytes of `count` pieces in packed form: each starts on a multiple of 256. */
 TE_API size_t te_offload_packed_bytes(const size_t* sizes, int64_t count);
 /* packed <- pieces, and back; every byte of pieces or of their places in `packed` is written, one launch per 96. */
 TE_API te_status te_offload_pack(const te_offload_piece* pieces, int64_t count, void* packed, int32_t device,

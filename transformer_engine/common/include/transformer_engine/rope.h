@@ -1,5 +1,5 @@
-/* rope: rotary position embedding of q and k in one launch, forward and backward; v may ride along as a copy, so that
- * a packed qkv projection is split in the same pass. It does not make the angles, and knows no variable-length layout.
+/* rope: rotary position embedding of q and k in one launch, forward and backward; v may be copied along, so that a
+ * packed qkv projection is split in the same pass. The angles are an input; there is no variable-length layout.
  *
  * Formula. For each position and head, with the angles a[0, rot_dim) of that position's row of freqs:
  *   y[i] = x[i] cos(a[i]) + r[i] sin(a[i]) for i < rot_dim, y[i] = x[i] beyond (copied, bit for bit);
@@ -7,16 +7,16 @@
  *   Each element uses its own angle: nothing is assumed of the two angles of a pair.
  *   backward: the transpose of that map (where a pair's angles are equal, the rotation by the negative angle).
  *   The row of freqs is s + start_positions[b], s alone without start_positions.
- * Shapes. q [seq, batch, q_heads, head_dim], k and v with their own number of heads; any order in memory (sbhd, bshd,
- *   views of a packed projection) is a matter of strides. freqs [>= seq + start, rot_dim], start_positions [1, batch].
+ * Shapes. q [seq, batch, q_heads, head_dim], k and v with their own number of heads; strides express any order in
+ *   memory (sbhd, bshd, views of a packed projection). freqs [>= seq + start, rot_dim], start_positions [1, batch].
  * Dtypes. float32, float16, bfloat16 for q, k, v and outputs; freqs float32, start_positions int32. Arithmetic in
- *   float32, one rounding at the store; sin and cos within 2^-23 of the true ones up to angles of 2^30; larger ones,
+ *   float32, one rounding at the store; sin and cos within 2^-23 of the exact values up to angles of 2^30; larger ones,
  *   whose neighbours in float32 are twenty turns away, give NaN. The CPU and the CUDA path give the same bits.
  * Aliasing. An output may be its input's memory with equal strides; other overlaps give wrong results. Inputs may have
  *   strides of 0.
- * Errors. TE_INVALID_ARGUMENT for a wrong shape, stride, dtype or device. start_positions are read where they lie: on
- *   the CPU a row outside of freqs is an error, on CUDA (nobody waits for the device) the elements it would have
- *   rotated become NaN. */
+ * Errors. TE_INVALID_ARGUMENT for a wrong shape, stride, dtype or device. On the CPU a start position outside of freqs
+ *   is an error; on CUDA, where the host does not read start_positions, the elements that it would rotate become
+ *   NaN. */
 #ifndef TRANSFORMER_ENGINE_ROPE_H_
 #define TRANSFORMER_ENGINE_ROPE_H_
 
@@ -28,7 +28,7 @@ extern "C" {
 
 /* Element (s, b, h, d) lies at data + s * seq_stride + b * batch_stride + (h / g) * group_stride + (h % g) *
  * head_stride + d, in elements, with g = heads_per_group; heads_per_group = 0 means one group, and no group_stride.
- * (Groups are how q lies in a packed projection [seq, batch, groups, (g + 2) * head_dim].) */
+ * (q has groups in a packed projection [seq, batch, groups, (g + 2) * head_dim].) */
 typedef struct te_rope_tensor {
   void* data; /* may be NULL when the tensor has no elements */
   int64_t seq_stride;

@@ -1,5 +1,5 @@
-// TE_SCALING_TABLE for C++, the engine's and the extension's: a row by its number, the shape of its scales, and where
-// in them an element's lies. Rows and columns are a direction's own: those of its data.
+// TE_SCALING_TABLE for C++, for the engine and the extension: a row by its number, the shape of the scales, and the
+// scale of an element. Rows and columns are those of a direction's data.
 #ifndef TRANSFORMER_ENGINE_SCALING_H_
 #define TRANSFORMER_ENGINE_SCALING_H_
 
@@ -54,7 +54,7 @@ constexpr std::array<int64_t, 2> scale_at(int64_t row, int64_t col) {
 }
 }  // namespace detail
 
-// Of the scales of [rows, cols] data; [1, 1] for a tensor's. Int: int64_t, or a symbolic one.
+// The shape of the scales of [rows, cols] data; [1, 1] for one scale a tensor. Int: int64_t, or a symbolic integer.
 template <class Int>
 std::array<Int, 2> scale_shape(te_scaling scaling, const Int& rows, const Int& cols) {
   switch (scaling) {

@@ -1,5 +1,5 @@
-/* What every room of the C API shares: status codes, dtypes, the tensor POD, the stream, the thread-pool hook.
- * It owns no memory and knows nothing of PyTorch. Each room has its own header beside this one. */
+/* Declarations that all ops of the C API share: status codes, dtypes, tensors, streams, the thread-pool hook.
+ * Independent of PyTorch. Each op has its own header in this folder. */
 #ifndef TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_
 #define TRANSFORMER_ENGINE_TRANSFORMER_ENGINE_H_
 
@@ -12,11 +12,11 @@
 extern "C" {
 #endif
 
-/* Every te_* function that can fail returns one of these; te_last_error() has the sentence that goes with it. */
+/* Returned by every te_* function that can fail; te_last_error() returns the message. */
 typedef enum te_status {
   TE_SUCCESS = 0,
-  TE_INVALID_ARGUMENT = 1, /* the caller can mend it: a shape, dtype, device or option (Python: ValueError) */
-  TE_NOT_IMPLEMENTED = 2,  /* right in itself, not supported here (Python: NotImplementedError) */
+  TE_INVALID_ARGUMENT = 1, /* a wrong shape, dtype, device or option (Python: ValueError) */
+  TE_NOT_IMPLEMENTED = 2,  /* a valid call that is not supported (Python: NotImplementedError) */
   TE_RUNTIME_ERROR = 3,    /* the machine or a library failed (Python: RuntimeError) */
   TE_PINNED_MEMORY = 4     /* pinned host memory is exhausted, nothing was changed (Python: PinnedMemoryError) */
 } te_status;
@@ -42,7 +42,7 @@ typedef enum te_dtype {
 
 /* A view of memory the caller owns: rows x cols elements, element (r, c) at data + r * row_pitch + c, in elements.
  * Leading dimensions are folded into rows by the caller; a vector of n is 1 x n. row_pitch >= cols.
- * data may be NULL only when rows * cols == 0, or where a room's header says the tensor is optional. */
+ * data may be NULL only if rows * cols == 0, or if the op's header says that the tensor is optional. */
 typedef struct te_tensor {
   void* data;
   int64_t rows;
@@ -55,10 +55,11 @@ typedef struct te_tensor {
 /* A cudaStream_t on CUDA; ignored on the CPU. Work is only enqueued: no entry point waits for the device. */
 typedef void* te_stream;
 
-/* How FP8 data is scaled: value = data * scale_inv. A scale is the whole tensor's (blocks of 0 x 0), or a block's of so
- * many of a direction's own rows and columns; what is cut off at an edge is a block of its own. Scales of blocks lie as
- * the blocks do, or across (a row of them for each column of blocks), and their rows are padded to a multiple of 4.
- * transformer_engine/quantize.h spells the shapes out; transformer_engine/scaling.h is the table for C++.
+/* How FP8 data is scaled: value = data * scale_inv. There is one scale for the tensor (blocks of 0 x 0), or one for
+ * each block of block_rows x block_cols in the rows and columns of a direction; blocks at an edge may be smaller.
+ * Scales of blocks are stored in the order of the blocks, or across (one row of scales for each column of blocks), and
+ * their rows are padded to a multiple of 4. transformer_engine/quantize.h lists the shapes;
+ * transformer_engine/scaling.h has this table for C++.
  * X(name, number, block_rows, block_cols, across, words) */
 #define TE_SCALING_TABLE(X)          \
   X(TENSOR, 0, 0, 0, 0, "tensor")    \
@@ -74,12 +75,12 @@ typedef enum te_scaling {
 /* The message of this thread's last failure; valid until its next te_* call. Never NULL. */
 TE_API const char* te_last_error(void);
 
-/* The path an op takes, in words: a room's call notes it for its thread ("registers hold the row"), with the reason why
- * not a faster one ("" where there is none). Static strings; costs two stores. NULL clears. For te.explain. */
+/* Records, for the calling thread, the path that an op takes ("registers hold the row") and why it takes no faster one
+ * ("" if there is none). Static strings; costs two stores. NULL clears. For te.explain. */
 TE_API void te_note_path(const char* path, const char* why_not_faster);
 TE_API void te_noted_path(const char** path, const char** why_not_faster);
 
-/* "2.20.0": the level of the Python API this library is built for. */
+/* "2.20.0": the level of the Python API that this library implements. */
 TE_API const char* te_version(void);
 
 /* Name and size of a dtype; NULL and 0 when dtype is not in the table. */
@@ -92,7 +93,7 @@ TE_API size_t te_dtype_bytes(te_dtype dtype);
 typedef void (*te_parallel_for_hook)(int64_t n_blocks, void (*body)(void* context, int64_t block), void* context);
 TE_API void te_set_parallel_for(te_parallel_for_hook hook);
 
-/* 1 when the CUDA kernels are compiled in (says nothing of whether a GPU is present). */
+/* 1 if the CUDA kernels are compiled in, whether or not a GPU is present. */
 TE_API int te_built_with_cuda(void);
 
 typedef struct te_device_properties {
@@ -102,29 +103,29 @@ typedef struct te_device_properties {
   int64_t shared_bytes_per_block; /* the opt-in limit */
 } te_device_properties;
 
-/* Read once per device and remembered. Errors: TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from the driver. */
+/* Cached for each device. Errors: TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from the driver. */
 TE_API te_status te_get_device_properties(int32_t device, te_device_properties* out);
 
-/* TE_SUCCESS when the named library ("cublasLt", "nccl", "cuda") can be opened here; otherwise the message says what
- * was tried. These libraries are opened on first use, never at load. */
+/* TE_SUCCESS if the named library ("cublasLt", "nccl", "cuda") can be opened; otherwise the message lists the paths
+ * that were tried. These libraries are opened on first use, never at load. */
 TE_API te_status te_probe_library(const char* name);
 
-/* The events that the capture under way on `stream` records for work outside of it (cudaEventRecordExternal): the first
- * `capacity` cudaEvent_t of them, and in *count how many there are. None where the stream is not being captured.
- * Events of child graphs are not looked for. Errors: TE_INVALID_ARGUMENT where `count` is NULL, or `events` without a
- * capacity of 0, TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from CUDA. */
+/* The events that the current capture of `stream` records for work outside of it (cudaEventRecordExternal): the first
+ * `capacity` cudaEvent_t; *count: the number of all. None if the stream is not being captured. Child graphs are not
+ * searched. Errors: TE_INVALID_ARGUMENT if `count` is NULL, or `events` is with a capacity above 0,
+ * TE_NOT_IMPLEMENTED in a CPU build, TE_RUNTIME_ERROR from CUDA. */
 TE_API te_status te_captured_events(te_stream stream, void** events, size_t capacity, size_t* count);
 
-/* Pinned host memory of this process (plain memory where a room works on the CPU). */
+/* Pinned host memory of this process (pageable memory for ops on the CPU). */
 typedef struct te_pinned_bytes {
-  size_t reserved; /* bytes taken from the machine */
-  size_t used;     /* of them in slots */
-  size_t peak;     /* the most that was in slots at once */
+  size_t reserved; /* bytes allocated */
+  size_t used;     /* bytes of them in slots */
+  size_t peak;     /* the largest `used` so far */
   int64_t slots;
 } te_pinned_bytes;
 
-/* What the room `owner` ("offload") has of it, over all its engines and devices; NULL: all rooms together. Zeros for a
- * room that never had any. Errors: TE_INVALID_ARGUMENT where `out` is NULL. */
+/* The pinned memory of `owner` ("offload"), over all its engines and devices; NULL: of all owners. Zeros for an owner
+ * that never had any. Errors: TE_INVALID_ARGUMENT if `out` is NULL. */
 TE_API te_status te_pinned_usage(const char* owner, te_pinned_bytes* out);
 
 #ifdef __cplusplus
