@@ -1,6 +1,6 @@
-// The arena: slots of host memory out of a few large allocations, each slot with a generation, so that one which was
-// given back is told from the one that has its place. It grows when asked, never by itself, knows no streams, and tells
-// its owner's account of every byte.
+// An arena of host memory: slots out of a few large allocations. Each slot has a generation, which tells a released
+// slot from a later one at the same place. The arena grows only when the caller asks, and reports its bytes to its
+// owner's account.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Slot {
 
 class Arena {
  public:
-  using Allocate = std::function<void*(size_t)>;  // nullptr when there is nothing left
+  using Allocate = std::function<void*(size_t)>;  // nullptr: no memory is left
   using Free = std::function<void(void*)>;
 
   Arena(Account& account, Allocate allocate, Free free, size_t limit, bool debug)
@@ -41,7 +41,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // The smallest free range that holds it. Growing is the caller's to allow.
+  // The smallest free range that is large enough. `may_grow`: whether the arena may allocate.
   Slot take(const char* op, size_t bytes, bool may_grow) {
     const size_t size = round_up(std::max<size_t>(bytes, 1), kAlignment);
     auto place = best(size);
@@ -75,29 +75,29 @@ class Arena {
     auto chunk = chunks_.upper_bound(slot.data);
     --chunk;
     auto& ranges = chunk->second.ranges;
-    auto here = ranges.emplace(size_t(slot.data - chunk->first), slot.bytes).first;
-    const auto next = std::next(here);
-    if (next != ranges.end() && here->first + here->second == next->first) {
-      here->second += next->second;
+    auto range = ranges.emplace(size_t(slot.data - chunk->first), slot.bytes).first;
+    const auto next = std::next(range);
+    if (next != ranges.end() && range->first + range->second == next->first) {
+      range->second += next->second;
       ranges.erase(next);
     }
-    if (here != ranges.begin()) {
-      const auto before = std::prev(here);
-      if (before->first + before->second == here->first) {
-        before->second += here->second;
-        ranges.erase(here);
+    if (range != ranges.begin()) {
+      const auto before = std::prev(range);
+      if (before->first + before->second == range->first) {
+        before->second += range->second;
+        ranges.erase(range);
       }
     }
   }
 
-  // Throws for a slot that was given back, whoever has its place now.
+  // Throws for a released slot, even if its place is in use again.
   void check(const char* op, const Slot& slot) const {
     const auto found = live_.find(slot.data);
     if (found != live_.end() && found->second.generation == slot.generation) return;
     throw Error(TE_RUNTIME_ERROR,
-                concat(op, ": host slot of ", slot.bytes, " bytes, generation ", slot.generation, ", was given back",
+                concat(op, ": host slot of ", slot.bytes, " bytes, generation ", slot.generation, ", was released",
                        found == live_.end() ? std::string(" before this use.")
-                                            : concat("; generation ", found->second.generation, " has its place.")));
+                                            : concat("; generation ", found->second.generation, "  is in its place.")));
   }
 
   void reserve(const char* op, size_t bytes) {
@@ -127,7 +127,7 @@ class Arena {
  private:
   struct Chunk {
     size_t bytes;
-    std::map<size_t, size_t> ranges;  // free ones: offset -> bytes, none beside another
+    std::map<size_t, size_t> ranges;  // free ones, merged: offset -> bytes
   };
   struct Place {
     Chunk* chunk = nullptr;
@@ -162,11 +162,11 @@ class Arena {
     const bool allowed = limit_ == 0 || reserved_ + bytes <= limit_;
     void* start = allowed ? allocate_(bytes) : nullptr;
     if (start == nullptr) {
-      throw Error(
-          TE_PINNED_MEMORY,
-          concat(op, ": pinned memory exhausted: ", size, " bytes are needed, the arena has ", holds(),
-                 allowed ? concat(", and the machine gives no further ", bytes) : concat(", and its limit is ", limit_),
-                 ". Offload fewer layers, or make room on the host."));
+      throw Error(TE_PINNED_MEMORY,
+                  concat(op, ": pinned memory exhausted: ", size, " bytes are needed, the arena has ", holds(),
+                         allowed ? concat(", and the machine cannot pin a further ", bytes)
+                                 : concat(", and its limit is ", limit_),
+                         ". Offload fewer layers, or make room on the host."));
     }
     chunks_[static_cast<unsigned char*>(start)] = {bytes, {{0, bytes}}};
     reserved_ += bytes;

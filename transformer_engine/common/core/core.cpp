@@ -1,4 +1,5 @@
-// State of the core that is not an op's: last error, dtype table, thread-pool hook, library handles, device properties.
+// State of the library that belongs to no op: last error, dtype table, thread-pool hook, library handles, device
+// properties.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -138,7 +139,7 @@ size_t captured_events(te_stream stream, void** events, size_t capacity) {
   for (cudaGraphNode_t node : nodes) {
     cudaGraphNodeType type;
     const cudaError_t known = cudaGraphNodeGetType(node, &type);
-    if (known == cudaErrorUnknown) {  // stream memory operations, for which the runtime has no name
+    if (known == cudaErrorUnknown) {  // stream memory operations, which the runtime has no name for
       cudaGetLastError();
       continue;
     }
@@ -219,7 +220,7 @@ te_status te_captured_events(te_stream stream, void** events, size_t capacity, s
     if (count == nullptr || (events == nullptr && capacity != 0)) {
       throw te::Error(TE_INVALID_ARGUMENT,
                       te::concat("te_captured_events: argument '", count == nullptr ? "count" : "events",
-                                 "' is NULL, wanted where to write; 'events' may be NULL with a capacity of 0."));
+                                 "' is NULL, wanted an address; 'events' may be NULL only with a capacity of 0."));
     }
     *count = te::captured_events(stream, events, capacity);
   });

@@ -1,5 +1,5 @@
-// Helpers of the CPU paths: rows are walked in chunks that are widened to float once, so the loops between load and
-// store are plain float loops that the compiler vectorises for every dtype. Host only.
+// Helpers of the CPU paths. Rows are processed in chunks that are widened to float once, so that the loops between load
+// and store are plain float loops, which the compiler vectorises for every dtype. Host only.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr int64_t kChunk = 256;  // floats: 1 KiB a buffer, a handful of them st
 
 namespace detail {
 
-// The 16-bit types as plain integers: the compiler has no vectors of structs.
+// The 16-bit types as plain integers, since the compiler has no vectors of structs.
 using Bits16 = uint16_t __attribute__((may_alias));
 
 inline void widen(const bf16* source, float* out, int64_t n) {
@@ -39,7 +39,8 @@ inline void narrow(bf16* target, const float* values, int64_t n) {
   for (; i + 16 <= n; i += 16) {
     const __m256i low = rounded_to_bf16(_mm256_loadu_ps(values + i));
     const __m256i high = rounded_to_bf16(_mm256_loadu_ps(values + i + 8));
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // undoes packus' lanes
+    const __m256i packed =
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // undoes the lanes of packus
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), packed);
   }
 #endif
@@ -69,7 +70,7 @@ inline void narrow(fp16* target, const float* values, int64_t n) {
 
 }  // namespace detail
 
-// fp32 data is used in place; other types are widened into `buffer`. Returns where the n floats are.
+// fp32 data is used in place; other types are widened into `buffer`. Returns the address of the n floats.
 inline const float* load_chunk(const float* source, float*, int64_t) { return source; }
 template <class T>
 const float* load_chunk(const T* source, float* buffer, int64_t n) {
@@ -77,7 +78,7 @@ const float* load_chunk(const T* source, float* buffer, int64_t n) {
   return buffer;
 }
 
-// Where a chunk's results are computed: fp32 in place, other types in `buffer`, from which store_chunk rounds them.
+// The memory for a chunk's results: fp32 in place, other types in `buffer`, from which store_chunk rounds them.
 inline float* chunk_target(float* target, float*) { return target; }
 template <class T>
 float* chunk_target(T*, float* buffer) {
@@ -87,8 +88,7 @@ float* chunk_target(T*, float* buffer) {
 inline void store_chunk(float* target, const float* values, int64_t n) {
   if (target != values) std::copy(values, values + n, target);
 }
-// GCC says of some callers, by what else is compiled in, that a buffer of which n values are written may be read as a
-// whole.
+// GCC warns in some callers as if more than the n written values of a buffer were read.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 template <class T>
@@ -139,10 +139,10 @@ std::pair<float, float> lane_sums(int64_t n, F&& f) {
   return {sum_of_lanes(first), sum_of_lanes(second)};
 }
 
-// exp(x) without branches, within 1 ulp of the exact value (the core tests sweep it): x = n ln2 + r with
-// |r| <= ln2 / 2, a degree-6 polynomial in r, and two exact scalings so that the ends overflow to Inf and fade to 0 as
-// expf does. NaN stays NaN. The polynomial is 1 + r + r^2 q(r), q fitted for the least relative error over that range
-// (weighted Lawson iteration, 3.1e-9; Taylor's own coefficients leave 1.7e-7, 2.7 ulp in all).
+// exp(x) without branches, within 1 ulp of the exact value (test_core sweeps it): x = n ln2 + r with |r| <= ln2 / 2, a
+// degree-6 polynomial in r, and two exact scalings, so that large arguments overflow to Inf and small ones underflow to
+// 0 as with expf. NaN stays NaN. The polynomial is 1 + r + r^2 q(r), with q fitted for the least relative error over
+// that range (weighted Lawson iteration, 3.1e-9; Taylor coefficients leave 1.7e-7, 2.7 ulp in all).
 inline float exp(float x) {
   x = x > 89.f ? 89.f : x;                             // exp(89) overflows
   x = x < -104.f ? -104.f : x;                         // exp(-104) is 0

@@ -1,5 +1,5 @@
-// The device side of an entry point: which path a tensor takes, the guard that makes its GPU current, launch checks,
-// and libraries opened on first use. Makes no allocation and waits for nothing.
+// The device side of an entry point: selection of the path, the guard that makes a tensor's GPU current, launch checks,
+// and libraries opened on first use. Does not allocate and does not wait.
 #pragma once
 
 #include "core/error.h"
@@ -25,7 +25,7 @@ inline void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw Error(TE_RUNTIME_ERROR, concat(what, ": CUDA error: ", cudaGetErrorString(status)));
 }
 
-// After every kernel launch: launch errors belong to the op that made them.
+// After every kernel launch, so that a launch error is reported by its op.
 inline void check_launch(const char* op) { check_cuda(cudaGetLastError(), op); }
 
 class DeviceGuard {
@@ -46,7 +46,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// A thread that captures may not call what could disturb a capture; the calls in this one's scope do not.
+// Lets the calling thread make calls that a capture forbids by default.
 class RelaxedCapture {
  public:
   RelaxedCapture() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
@@ -58,7 +58,7 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// The fork of every op: cpu_call for host tensors, cuda_call (with the tensor's GPU current) for device ones.
+// The dispatch of every op: cpu_call for host tensors, cuda_call (with the tensor's GPU current) for device tensors.
 #define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call) \
   do {                                                   \
     if ((tensor).device == TE_DEVICE_CPU) {              \
@@ -73,7 +73,7 @@ class RelaxedCapture {
 
 #else
 
-// cuda_call is looked at but not compiled in: it uses the entry's `stream`, and must not rot.
+// cuda_call is type-checked but not compiled in.
 #define TE_ON_DEVICE_OF(op, tensor, cpu_call, cuda_call)     \
   do {                                                       \
     static_cast<void>(sizeof((cuda_call, 0)));               \

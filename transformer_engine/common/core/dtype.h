@@ -1,6 +1,6 @@
 // Element types of the C++ side: the 16-bit floats, conversion to and from float, and dispatch from te_dtype to a type.
-// Conversions round to nearest even and keep NaN (quiet) and Inf, on host and device alike. FP8 values are read as
-// floats by core/fp8.h and made by the quantize room, not here.
+// Conversions round to nearest even and keep NaN (quiet) and Inf, on host and device alike. FP8: core/fp8.h reads it,
+// ops/quantize writes it.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ inline float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16;
   uint32_t rest = uint32_t(h & 0x7fffu) << 13;
   if (rest >= 0x0f800000u) return float_of(sign | (rest + 0x70000000u));  // Inf, NaN: exponent 31 -> 255
-  // Scaling by 2^112 moves the exponent bias from 15 to 127 and makes subnormals normal, exactly.
+  // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals, exactly.
   return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
 }
 inline uint16_t float_to_half(float x) {
@@ -56,7 +56,7 @@ inline uint16_t float_to_half(float x) {
   const uint32_t a = u & 0x7fffffffu;
   if (a > 0x7f800000u) return sign | 0x7e00u | uint16_t((a >> 13) & 0x3ffu);
   if (a >= 0x47800000u) return sign | 0x7c00u;
-  if (a < 0x38800000u) {  // subnormal half: let float addition do the rounding (0.5 has the ulp that is needed)
+  if (a < 0x38800000u) {  // subnormal half: float addition rounds (0.5 has the right ulp)
     return sign | uint16_t(bits_of(float_of(a) + 0.5f) - 0x3f000000u);
   }
   const uint32_t odd = (a >> 13) & 1u;
@@ -111,7 +111,7 @@ TE_HOST_DEVICE fp16 from_float<fp16>(float x) {
 #endif
 }
 
-// Calls f(T{}) with the C++ type of a floating dtype; `op` and `argument` name the culprit when there is none.
+// Calls f(T{}) with the C++ type of a floating dtype; `op` and `argument` are for the error.
 template <class F>
 auto dispatch_float(te_dtype dtype, const char* op, const char* argument, F&& f) {
   switch (dtype) {

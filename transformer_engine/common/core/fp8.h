@@ -1,5 +1,5 @@
-// The two FP8 formats as element types, read as floats: exact on host and device alike. How floats become FP8, and what
-// their scales are, is the quantize room's, not here.
+// The two FP8 formats as element types, read as floats, exactly, on host and device alike. ops/quantize converts floats
+// to FP8.
 #pragma once
 
 #include "core/dtype.h"
@@ -21,7 +21,7 @@ inline constexpr float kFp8Max<e4m3> = 448.f;
 template <>
 inline constexpr float kFp8Max<e5m2> = 57344.f;
 
-// Scaling by a power of two moves the exponent's bias to 127 and makes subnormals normal, exactly.
+// Scaling by a power of two moves the exponent bias to 127 and normalises subnormals, exactly.
 TE_HOST_DEVICE float to_float(e4m3 x) {
   const uint32_t sign = uint32_t(x.bits & 0x80u) << 24;
   const uint32_t rest = x.bits & 0x7fu;
@@ -39,7 +39,7 @@ TE_HOST_DEVICE float to_float(e5m2 x) {
 
 inline bool is_fp8(te_dtype dtype) { return dtype == TE_FLOAT8_E4M3 || dtype == TE_FLOAT8_E5M2; }
 
-// Calls f(T{}) with the C++ type of an FP8 dtype; `op` and `argument` name the culprit when there is none.
+// Calls f(T{}) with the C++ type of an FP8 dtype; `op` and `argument` are for the error.
 template <class F>
 auto dispatch_fp8(te_dtype dtype, const char* op, const char* argument, F&& f) {
   if (dtype == TE_FLOAT8_E4M3) return f(e4m3{});

@@ -1,6 +1,6 @@
-// GELU by its tanh approximation, value and slope: the activation room's kind, and what the gemm room's CPU path does
-// behind a product. x * sigmoid(2 u) with u = sqrt(2/pi) (x + 0.044715 x^3), which is x/2 (1 + tanh u) without the
-// cancellation of its left tail.
+// GELU by its tanh approximation, value and slope, for the activation op and for the epilogues of gemm on the CPU. x *
+// sigmoid(2 u) with u = sqrt(2/pi) (x + 0.044715 x^3) equals x/2 (1 + tanh u) without the cancellation of its left
+// tail.
 #pragma once
 
 #include "core/dtype.h"
@@ -20,7 +20,7 @@ TE_HOST_DEVICE GeluAt<Real> gelu(Real x) {
   const Real x2 = x * x;
   const Real s = Exp::reciprocal(kOne + Exp::exp(-(kTwoSqrt2OverPi * x * (kOne + kCubic * x2))));
   const Real du = kTwoSqrt2OverPi * (kOne + kThree * kCubic * x2);
-  return {x * s, s + (s == Real(0) || s == kOne ? Real(0) : x * s * (kOne - s) * du)};  // not 0 * Inf far out
+  return {x * s, s + (s == Real(0) || s == kOne ? Real(0) : x * s * (kOne - s) * du)};  // avoids 0 * Inf for large |x|
 }
 
 }  // namespace te

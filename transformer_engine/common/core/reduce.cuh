@@ -1,5 +1,4 @@
-// Sums over a warp and over the threads of a row, in a fixed order that depends on nothing but the block's shape. No
-// atomics.
+// Sums over a warp and over the threads of a row, in a fixed order that depends on the block's shape alone. No atomics.
 #pragma once
 
 namespace te {
@@ -14,9 +13,9 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // kSums sums at once over the blockDim.x threads of a row; every thread of the row gets the same bits. Either
-// blockDim.x is a power of two up to 32 (rows share a warp, nothing is shared and no barrier is met), or it is a
-// multiple of 32 and the block is one row. All threads of the block call it. `scratch` holds 32 * kSums floats; there
-// is one barrier only, so a caller that sums again takes another scratch, and may come back to the first after that.
+// blockDim.x is a power of two up to 32 (rows share a warp; no shared memory and no barrier), or it is a multiple of 32
+// and the block is one row. All threads of the block call it. `scratch` holds 32 * kSums floats. There is one barrier
+// only, so that consecutive sums alternate between two scratch buffers.
 template <int kSums>
 __device__ __forceinline__ void row_sum(float (&x)[kSums], float* scratch) {
 #pragma unroll

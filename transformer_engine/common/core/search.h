@@ -1,12 +1,12 @@
-// Which of several runs of numbers one is in.
+// Finds the run that contains a number.
 #pragma once
 
 #include "core/dtype.h"
 
 namespace te {
 
-// Runs follow one another, run i begins at before[i]: the last of `runs` that begins no later than `number`, which is
-// no lower than before[0]. Empty runs come before the one that is found.
+// Run i begins at before[i]: returns the last of `runs` that begins at or before `number`, which is at least before[0].
+// Empty runs precede the one that is returned.
 TE_HOST_DEVICE int32_t run_of(const int32_t* before, int32_t runs, int32_t number) {
   int32_t low = 0, high = runs - 1;
   while (low < high) {

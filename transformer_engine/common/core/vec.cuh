@@ -1,5 +1,5 @@
-// 16-byte (or narrower, or one-element) memory access of the CUDA paths, widened to float. Whether 16 bytes may be used
-// is decided on the host, once per launch, by aligned16(); kernels take the width as a template argument.
+// 16-byte (or narrower, or one-element) memory access of the CUDA paths, widened to float. aligned16() decides on the
+// host, once per launch, whether 16 bytes may be used; kernels take the width as a template argument.
 #pragma once
 
 #include <type_traits>
@@ -13,36 +13,37 @@ namespace te {
 template <class T>
 constexpr int kVec = 16 / int(sizeof(T));
 
-// True when every row of t starts on 16 bytes (an absent tensor never stands in the way).
+// True if every row of t starts on 16 bytes, and for an absent tensor.
 inline bool aligned16(const te_tensor& t) {
   if (t.data == nullptr) return true;
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   return address % 16 == 0 && (t.rows <= 1 || (t.row_pitch * int64_t(te_dtype_bytes(t.dtype))) % 16 == 0);
 }
 
-// Notes (te_note_path) that a kernel uses 16-byte accesses, or why it takes one element at a time.
+// Records (te_note_path) that a kernel uses 16-byte accesses, or why it uses one element at a time.
 inline void note_width(bool aligned, bool divides, const char* wide_path = "CUDA, 16-byte accesses") {
   if (aligned && divides) return te_note_path(wide_path, "");
   te_note_path("CUDA, one element at a time", divides ? "rows of a tensor do not start on multiples of 16 bytes"
                                                       : "the last dimension is not a multiple of 16 bytes");
 }
 
-// True where elements are handled as pairs, one 32-bit word each: the compiler would keep 16-bit ones a register each.
+// True for elements that are processed as pairs, one 32-bit word each: the compiler would use one register for each
+// 16-bit value.
 template <class T, int N>
 constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
 
-// N elements as they lie in memory; N * sizeof(T) is a multiple of 16, or 8, or 4, or N is 1.
+// N elements in their memory format; N * sizeof(T) is a multiple of 16, or 8, or 4, or N is 1.
 template <class T, int N>
 struct alignas(N == 1 ? alignof(T) : (N * sizeof(T) < 16 ? N * sizeof(T) : 16)) Packed {
   std::conditional_t<kPaired<T, N>, uint32_t, T> v[kPaired<T, N> ? N / 2 : N];
 };
 
-// What one access moves of that many bytes.
+// The type of one access of that many bytes.
 template <int kBytes>
 using Word = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
-// To and from global memory. Both are spelled out: a struct assignment is not always one 16-byte instruction, the
-// compiler may cut it into words (an eighth more time in the activation's backward).
+// To and from global memory. Both are explicit: the compiler may split a struct assignment into words (an eighth more
+// time in the activation's backward).
 template <class T, int N>
 __device__ __forceinline__ Packed<T, N> load_packed(const T* p) {
   Packed<T, N> x;

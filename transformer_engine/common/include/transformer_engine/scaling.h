@@ -16,7 +16,7 @@ struct ScalingRow {
   bool across;
   const char* words;
 
-  constexpr bool whole() const { return block_rows == 0; }
+  constexpr bool is_per_tensor() const { return block_rows == 0; }
   // Whether both directions of a matrix hold the same values.
   constexpr bool same_both_ways() const { return block_rows == block_cols; }
 };

@@ -1,6 +1,6 @@
 // activation, CUDA path: one thread per 16-byte vector of the output (one element where rows are not aligned), no
-// shared memory. The work is bound by memory: 6 bytes an element for a gated bf16 forward, 12 for its backward that
-// recomputes the activation.
+// shared memory. Memory-bound: 6 bytes an element for a gated bf16 forward, 12 for its backward that recomputes the
+// activation.
 #include "core/device.h"
 #include "ops/activation/activation.cuh"
 #include "ops/quantize/store.cuh"
@@ -16,7 +16,7 @@ struct Place {
   int64_t col;
 };
 
-// Vector number -> row and first column; 32-bit division when the numbers allow, it is several times cheaper.
+// Vector number -> row and first column; with 32-bit division if the numbers allow, which is several times cheaper.
 template <int N>
 __device__ __forceinline__ Place place_of(int64_t vector, int64_t vectors_per_row, bool small) {
   const int64_t row = small ? int64_t(uint32_t(vector) / uint32_t(vectors_per_row)) : vector / vectors_per_row;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   if (y.data != nullptr) y.store(at.row, at.col, out);
 }
 
-// launch(N, vectors, vectors_per_row, small, blocks) with the access width that the tensors allow.
+// Calls launch(N, vectors, vectors_per_row, small, blocks) with the access width that the tensors allow.
 template <class T, class Launch>
 void for_width(int64_t rows, int64_t cols, bool aligned, Launch&& launch) {
   if (rows == 0 || cols == 0) return;

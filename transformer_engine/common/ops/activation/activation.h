@@ -1,11 +1,11 @@
-// What the files of the activation room call of each other. No formula is here.
+// Functions that the files of the activation op call of each other.
 #pragma once
 
 #include "ops/activation/activation_math.h"
 
 namespace te::activation {
 
-bool is_gated(int kind);  // of a kind that check_kind has seen
+bool is_gated(int kind);  // of a kind that check_kind has accepted
 void check_kind(const char* op, int kind, const Params& params);
 
 namespace cpu {

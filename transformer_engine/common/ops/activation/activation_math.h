@@ -1,5 +1,5 @@
-// The activations themselves: value and derivative, shared by the CPU and the CUDA path, and the one table of them.
-// To add an activation: write its struct, add its row. `Exp` is the path's exponential.
+// The activations: value and derivative, shared by the CPU and the CUDA path, and their table. To add an activation:
+// write its struct, add its row. `Exp` is the path's exponential.
 #pragma once
 
 #include "core/dtype.h"
@@ -39,7 +39,7 @@ struct Qgelu {
 struct Relu {
   template <class Exp>
   TE_HOST_DEVICE static ValueAndSlope at(float x) {
-    return {x <= 0.f ? 0.f : x, x <= 0.f ? 0.f : 1.f};  // NaN passes through
+    return {x <= 0.f ? 0.f : x, x <= 0.f ? 0.f : 1.f};  // NaN passes
   }
 };
 
@@ -103,7 +103,7 @@ struct Gated {
   }
 };
 
-// A clamped operand has no gradient; at the limit itself it has one, as in torch.clamp. NaN passes through.
+// A clamped operand has no gradient; at the limit itself it has one, as in torch.clamp. NaN passes.
 struct ClampedSwiglu {
   static constexpr bool kGated = true;
   template <class Exp>

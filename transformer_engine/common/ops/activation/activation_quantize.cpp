@@ -1,5 +1,5 @@
-// activation straight to FP8, contract and CPU path: the activation into memory of its own, then the quantization of
-// it. That is what fused producers are held to, bit for bit.
+// activation fused with quantization to FP8, contract and CPU path (the specification): the activation into temporary
+// memory, then te_quantize of it.
 #include "core/device.h"
 #include "core/tensor.h"
 #include "ops/activation/activation.h"
@@ -48,10 +48,10 @@ void forward_on_cpu(int kind, const Params& params, const te_tensor& x, int64_t 
 void backward_on_cpu(int kind, const Params& params, const te_tensor& dy, const te_tensor& x,
                      const te_quantize_plan& dx_plan, const te_quantized& dx, const te_quantize_plan& y_plan,
                      const te_quantized& y) {
-  const Scratch gradient(x.rows, x.cols, x), again(dy.rows, dy.cols, x);
-  cpu::backward(kind, params, dy, x, gradient.tensor(), again.tensor());
+  const Scratch gradient(x.rows, x.cols, x), recomputed(dy.rows, dy.cols, x);
+  cpu::backward(kind, params, dy, x, gradient.tensor(), recomputed.tensor());
   quantize::cpu::quantize(dx_plan, gradient.tensor(), dx);
-  quantize::cpu::quantize(y_plan, again.tensor(), y);
+  quantize::cpu::quantize(y_plan, recomputed.tensor(), y);
 }
 
 }  // namespace
@@ -81,12 +81,13 @@ te_status te_activation_backward_quantize(int kind, te_activation_params params,
     const int64_t cols = activation::check_x(op, kind, params, x);
     check_as(op, "dy", dy, x.rows, cols, x);
     const bool emits = y != nullptr && y_plan != nullptr;
-    const te_quantize_plan& again_plan = emits ? *y_plan : activation::kNoPlan;
-    const te_quantized& again = emits ? *y : activation::kNothing;
+    const te_quantize_plan& recomputed_plan = emits ? *y_plan : activation::kNoPlan;
+    const te_quantized& recomputed = emits ? *y : activation::kNothing;
     quantize::check_quantization(op, *dx_plan, x.rows, x.cols, x, *dx, "dx");
-    quantize::check_quantization(op, again_plan, x.rows, cols, x, again, "y");
-    TE_ON_DEVICE_OF(op, x, activation::backward_on_cpu(kind, params, dy, x, *dx_plan, *dx, again_plan, again),
-                    activation::cuda::backward_quantize(kind, params, dy, x, *dx_plan, *dx, again_plan, again, stream));
+    quantize::check_quantization(op, recomputed_plan, x.rows, cols, x, recomputed, "y");
+    TE_ON_DEVICE_OF(
+        op, x, activation::backward_on_cpu(kind, params, dy, x, *dx_plan, *dx, recomputed_plan, recomputed),
+        activation::cuda::backward_quantize(kind, params, dy, x, *dx_plan, *dx, recomputed_plan, recomputed, stream));
   });
 }
 

@@ -1,6 +1,6 @@
-// activation straight to FP8, CUDA path, forward: the producer that the quantize room's tile kernel calls. The value is
-// rounded to its own dtype first, so the bytes are those of the activation and a quantization after it, without its
-// bf16 copy: 6.06 bytes an element of SwiGLU to 1x128 blocks both ways.
+// activation fused with quantization to FP8, CUDA path, forward: the producer for the tile kernel of quantize. The
+// value is rounded to its own dtype first, so that the bytes are those of the activation followed by a quantization,
+// without its bf16 copy: 6.06 bytes an element of SwiGLU to 1x128 blocks in both directions.
 #include "core/device.h"
 #include "ops/activation/activation.cuh"
 #include "ops/quantize/store.cuh"
@@ -44,7 +44,7 @@ struct ForwardProducer {
   }
 };
 
-// f(producer, wide) with the producer of a kind and dtype.
+// Calls f(producer, wide) with the producer of a kind and dtype.
 template <class F>
 void with_producer(const char* op, int kind, const Params& params, const te_tensor& x, int64_t cols, F&& f) {
   const bool aligned = aligned16(x), divides = cols % kColumns == 0;

@@ -1,6 +1,7 @@
-// activation straight to FP8, CUDA path, backward: dx, and the activation again where it is wanted. The three outputs
-// of a gated kind are tiles of one read, staged in shared memory: they do not fit into registers together. Where gate
-// and up meet inside a block of 128 columns, dx's tiles are made one by one instead, and y by the forward's kernel.
+// activation fused with quantization to FP8, CUDA path, backward: dx, and the recomputed activation if wanted. The
+// three outputs of a gated kind are tiles of one read, staged in shared memory: together they do not fit into
+// registers. If gate and up meet inside a block of 128 columns, dx's tiles are computed one by one, and y by the
+// forward's kernel.
 #include "core/device.h"
 #include "ops/activation/activation.cuh"
 #include "ops/quantize/store.cuh"
@@ -15,7 +16,7 @@ namespace {
 using quantize::kColumns;
 using quantize::Vector;
 
-// Where dy and x lie; columns count those of dy.
+// Addresses of dy and x; columns count those of dy.
 template <class Op, class T>
 struct Operands {
   Params params;
@@ -41,7 +42,7 @@ struct Operands {
 
   __device__ __forceinline__ Row of(int64_t) const { return {}; }
 
-  // each(i, gradients) of 8 elements.
+  // Calls each(i, gradients) for 8 elements.
   template <class Each>
   __device__ __forceinline__ void for_gradients(const Vector<T> (&in)[kInputs], Each&& each) const {
     float g[kColumns], a[kColumns], b[kColumns];
@@ -80,7 +81,7 @@ struct BackwardProducer : Operands<Op, T> {
   }
 };
 
-// dx of a gated kind by its own columns: da up to `cols`, then db.
+// dx of a gated kind in its own columns: da up to `cols`, then db.
 template <class Op, class T>
 struct MergedProducer : Operands<Op, T> {
   using Type = T;
@@ -129,7 +130,7 @@ void backward_quantize(int kind, const Params& params, const te_tensor& dy, cons
                                         Dest(dx_plan, dx, rows, 2 * cols, cols), Dest(y_plan, y, rows, cols)}};
         quantize::launch_quantize(op, BackwardProducer<Op, T>(params, dy, x), dests, rows, cols, wide, stream);
       } else {
-        te_note_path("CUDA, dx and y apart", "gate and up meet inside a block of 128 columns");
+        te_note_path("CUDA, separate kernels for dx and y", "gate and up meet inside a block of 128 columns");
         const quantize::Dests<1> dests{{Dest(dx_plan, dx, rows, 2 * cols)}};
         quantize::launch_quantize(op, MergedProducer<Op, T>(params, dy, x), dests, rows, 2 * cols, wide, stream);
       }

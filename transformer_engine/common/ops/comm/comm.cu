@@ -1,6 +1,6 @@
 // comm, CUDA paths. The ordered sum: each thread adds one 16-byte vector (or one element) of all partials, count + 1
-// times out's bytes. The interleave: each thread copies one such piece of some rows, twice out's bytes. Both are bound
-// by memory.
+// times out's bytes. The interleave: each thread copies one such piece of several rows, twice out's bytes. Both are
+// memory-bound.
 #include <algorithm>
 
 #include "core/device.h"
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) ordered_sum_kernel(const __grid_cons
   }
 }
 
-// Blocks for a matrix of `across` items a row, one item a thread, over rows that are walked grid by grid.
+// Blocks for a matrix of `across` items a row, one item a thread, over rows in grid-sized steps.
 struct Shape {
   dim3 block, grid;
 
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (col >= out_pitch) return;
   const int64_t rank = col / run;
-  const bool inside = rank < shards.count;  // else behind the columns, where zeros are
+  const bool inside = rank < shards.count;  // else beyond the columns, which become zeros
   const char* source = nullptr;
   int64_t pitch = 0;
   if (inside) {
@@ -121,7 +121,7 @@ void interleave(const te_tensor* tensors, int32_t count, const te_tensor& out, t
   const int64_t element = int64_t(te_dtype_bytes(out.dtype)), run_bytes = tensors[0].cols * element;
   Ranks shards;
   shards.count = count;
-  // A single row, too, is written up to its pitch.
+  // The tail of a single row is written too.
   bool aligned = aligned16(out) && out.row_pitch * element % 16 == 0;
   for (int32_t rank = 0; rank < count; ++rank) {
     shards.data[rank] = tensors[rank].data;

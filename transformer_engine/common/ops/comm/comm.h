@@ -1,11 +1,11 @@
-// What the CPU and CUDA paths of the comm room share: arguments after their checks, and the CUDA entries.
+// Declarations that the CPU and CUDA paths of comm share: checked arguments, and the CUDA entries.
 #pragma once
 
 #include "transformer_engine/comm.h"
 
 namespace te::comm {
 
-// What ranks gave, as a kernel takes it: a table in its argument.
+// Tensors of the ranks as a table in a kernel's argument.
 struct Ranks {
   const void* data[TE_COMM_MOST_RANKS];
   int64_t row_pitch[TE_COMM_MOST_RANKS];

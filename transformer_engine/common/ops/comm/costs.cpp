@@ -1,5 +1,5 @@
-// Costs of kinds of devices, by which plans are made. An entry is what `benchmarks/bench_overlap.py` prints first,
-// between devices of that kind, and nothing else: "auto" computes in runs on such devices alone.
+// Costs of kinds of devices, from which plans are made. An entry is the first output of `benchmarks/bench_overlap.py`
+// between devices of that kind; "auto" overlaps on such devices alone.
 #include <cmath>
 #include <initializer_list>
 #include <map>

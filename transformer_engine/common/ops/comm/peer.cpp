@@ -1,4 +1,4 @@
-// The channel: its calls.
+// The channel's calls.
 #include "ops/comm/peer.h"
 
 #include <unistd.h>
@@ -38,7 +38,7 @@ class Channel {
     watch_ = std::make_unique<Watch>(words_, o.ranks, o.rank, o.timeout_s);
   }
   ~Channel() {
-    if (getpid() != pid_) {  // no thread is there to end, and what it slept on would wait for it
+    if (getpid() != pid_) {  // the thread does not exist in a forked process, and joining it would block
       (void)watch_.release();
       return;
     }
@@ -55,7 +55,7 @@ class Channel {
 
   void begin(const char* op, int32_t slot, const char* text) {
     Call& call = call_of(op, slot);
-    if (text == nullptr) bad_argument(op, "text", "NULL", "what the call does");
+    if (text == nullptr) bad_argument(op, "text", "NULL", "a description of the call");
     refuse_child(op);
     call.hash = hash_of(text);
     call.let_in.assign(size_t(options_.ranks), false);
@@ -157,7 +157,7 @@ class Channel {
     if (rank < 0 || rank >= options_.ranks) bad_argument(op, argument, rank, concat("0 to ", options_.ranks - 1));
   }
 
-  // That rank, or all but this one, those ahead of it first.
+  // That rank, or all but this one, starting with the next rank.
   std::vector<int32_t> others(const char* op, const char* argument, int32_t rank) const {
     if (rank != TE_COMM_PEER_OTHERS) {
       check_rank(op, argument, rank);
@@ -171,15 +171,15 @@ class Channel {
 
   void refuse_child(const char* op) const {
     if (getpid() == pid_) return;
-    throw Error(TE_RUNTIME_ERROR, concat(op, ": this process (", getpid(), ") was forked from the one (", pid_,
-                                         ") that is a rank of this channel; make a group in it."));
+    throw Error(TE_RUNTIME_ERROR, concat(op, ": this process (", getpid(), ") was forked from process ", pid_,
+                                         ", a rank of this channel; create a group in this process."));
   }
 
-  // Once in a call for each, ahead of the first push there.
+  // Once for each peer in a call, before the first push to it.
   void let_in(Call& call, int32_t slot, const std::vector<int32_t>& to) {
     if (call.let_in.size() != size_t(options_.ranks)) {
       throw Error(TE_INVALID_ARGUMENT, concat("te_comm_peer: slot ", slot,
-                                              " has no call; te_comm_peer_begin() comes before pushes and signals."));
+                                              "  has no call; call te_comm_peer_begin() before pushes and signals."));
     }
     std::vector<Awaited> all;
     for (const int32_t each : to) {

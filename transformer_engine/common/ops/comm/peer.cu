@@ -1,5 +1,5 @@
-// The verbs of a channel on CUDA: copies on streams of the channel's own, words by stream memory operations on host
-// memory that the ranks share, a launch that poisons. A stream that is being captured records all of it as nodes.
+// The operations of a channel on CUDA: copies on streams of the channel, words by stream memory operations on host
+// memory that the ranks share, and a launch that poisons. A stream that is being captured records all of them as nodes.
 #include <cooperative_groups.h>
 #include <cuda.h>
 
@@ -15,7 +15,7 @@ namespace te::comm::cuda {
 
 namespace {
 
-// By name, with the types of the driver's own header; _v2 as the header itself says.
+// Entry points with the types of the driver's header, where _v2 is a macro.
 struct Driver {
   decltype(&::cuStreamBatchMemOp) batch =
       reinterpret_cast<decltype(&::cuStreamBatchMemOp)>(library_symbol("cuda", "cuStreamBatchMemOp_v2"));
@@ -28,8 +28,8 @@ const Driver& driver() {
 
 constexpr int kThreads = 512, kBlocks = 8;  // one cluster
 
-// A read of host memory takes about a microsecond, and those of all blocks of a launch one behind the other: one block
-// asks, and the others of its cluster read the answer there.
+// A read of host memory takes about a microsecond, and reads by all blocks of a launch are serialised: one block reads,
+// and the others of its cluster read its answer.
 __device__ bool has_failed(const volatile uint32_t* failed) {
   namespace cg = cooperative_groups;
   const cg::cluster_group cluster = cg::this_cluster();
@@ -37,7 +37,7 @@ __device__ bool has_failed(const volatile uint32_t* failed) {
   if (cluster.block_rank() == 0 && threadIdx.x == 0) found = *failed;
   cluster.sync();
   const bool answer = *cluster.map_shared_rank(&found, 0) != 0;
-  cluster.sync();  // the first block stays while it is read
+  cluster.sync();  // the first block must not exit while others read its answer
   return answer;
 }
 
@@ -94,7 +94,7 @@ class CudaVerbs final : public Verbs {
 
   void follow(te_stream stream) override {
     const DeviceGuard guard(device_);
-    // Calls of one stream follow each other; one of another stream waits for the last. Replays are their caller's.
+    // Calls on one stream are ordered; a call on another stream waits for the last one. The caller orders replays.
     const bool recorded = is_captured(stream);
     captured_ = captured_ || recorded;
     if (last_ != nullptr && last_on_ != stream && !recorded) {
@@ -145,7 +145,7 @@ class CudaVerbs final : public Verbs {
     last_on_ = stream;
   }
 
-  // All that is awaited is said before the first of the waits.
+  // All words are announced before the first wait.
   void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) override {
     std::vector<CUstreamBatchMemOpParams> ops;
     for (const Awaited& each : all) ops.push_back(write(each.wants, each.wanted));
@@ -173,7 +173,7 @@ class CudaVerbs final : public Verbs {
     if (last_ == nullptr) return true;
     const RelaxedCapture relaxed;
     const cudaError_t found = cudaEventQuery(last_);
-    if (found == cudaErrorNotReady) (void)cudaGetLastError();  // it is no error that somebody should find
+    if (found == cudaErrorNotReady) (void)cudaGetLastError();  // not an error; clear it
     return found == cudaSuccess;
   }
 
@@ -209,9 +209,10 @@ class CudaVerbs final : public Verbs {
     const DeviceGuard guard(device_);
     const CUresult result = driver().batch(stream, unsigned(ops.size()), ops.data(), 0);
     if (result != CUDA_SUCCESS) {
-      throw Error(TE_RUNTIME_ERROR,
-                  concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result),
-                         "), by which ranks wait for each other; go by the group alone here (tp_overlap='off')."));
+      throw Error(
+          TE_RUNTIME_ERROR,
+          concat("te_comm_peer: the driver refuses stream memory operations (CUresult ", int(result),
+                 "), by which ranks wait for each other; use the group's collectives instead (tp_overlap='off')."));
     }
   }
 
@@ -220,9 +221,9 @@ class CudaVerbs final : public Verbs {
   char* mapped_ = nullptr;
   cudaStream_t lane_ = nullptr, own_lane_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
-  std::array<cudaEvent_t, TE_COMM_PEER_SLOTS> own_{};  // behind the copy of own rows into a slot
+  std::array<cudaEvent_t, TE_COMM_PEER_SLOTS> own_{};  // after the copy of own rows into a slot
   std::array<bool, TE_COMM_PEER_SLOTS> copies_own_{};  // and not waited for so far
-  cudaEvent_t last_ = nullptr;                         // behind the last eager call
+  cudaEvent_t last_ = nullptr;                         // after the last eager call
   te_stream last_on_ = nullptr;
   bool captured_ = false;  // a graph has recorded calls
 };

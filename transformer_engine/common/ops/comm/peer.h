@@ -1,5 +1,5 @@
-// A channel between ranks of one machine, inside the room: the words that they share, who sets and who awaits them
-// (verbs, on the CPU or on CUDA streams), and the thread that watches. Knows nothing of what is pushed.
+// A channel between ranks of one machine: the shared words, the operations that set and await them (peer_verbs.h, on
+// the CPU or on CUDA streams), and the thread that watches them. Independent of the pushed data.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 namespace te::comm {
 
 constexpr int kSlots = TE_COMM_PEER_SLOTS;
-constexpr int kTexts = 64;  // calls that a rank remembers the words of
+constexpr int kTexts = 64;  // calls whose text a rank remembers
 
 struct Text {
   uint32_t hash;
@@ -26,16 +26,16 @@ struct Text {
 };
 
 struct alignas(64) Member {
-  uint32_t pid;    // 0: not there yet
+  uint32_t pid;    // 0: not created yet
   uint32_t left;   // 1: closed its channel
-  uint64_t start;  // of its process, so that a pid that is used again is somebody else
-  uint32_t texts;  // so many were written
+  uint64_t start;  // of its process, to detect a reused pid
+  uint32_t texts;  // number of texts written
   Text text[kTexts];
 };
 
 struct alignas(64) Shared {
-  uint32_t failed;   // what poisoning kernels read; 1 when info is complete
-  uint32_t claimed;  // by who writes info
+  uint32_t failed;   // read by poisoning kernels; 1 after info is complete
+  uint32_t claimed;  // by the writer of info
   te_comm_peer_failure_info info;
 };
 
@@ -64,13 +64,13 @@ class Words {
 
 std::unique_ptr<Verbs> cpu_verbs(const Words& words);
 
-// Fails the channel, once: the first word counts.
+// Fails the channel; the first failure is kept.
 void fail(const Words& words, te_comm_peer_trouble trouble, int32_t rank, int32_t peer, bool freeing,
           const std::string& op, const std::string& other);
 
 uint32_t hash_of(const char* text);
 
-// Looks at its own rank's lines until it is destroyed.
+// Watches its own rank's lines until it is destroyed.
 class Watch {
  public:
   Watch(const Words& words, int32_t ranks, int32_t rank, double timeout_s);
@@ -80,7 +80,7 @@ class Watch {
 
  private:
   struct Seen {
-    double arrived = 0, freed = 0;  // for how long
+    double arrived = 0, freed = 0;  // durations
   };
 
   void run();
@@ -101,7 +101,7 @@ class Watch {
   std::thread thread_;
 };
 
-// 0 where there is no such process, or where it has ended and nobody has asked for its status.
+// 0 if there is no such process, or if it is a zombie.
 uint64_t process_start(uint32_t pid);
 
 }  // namespace te::comm

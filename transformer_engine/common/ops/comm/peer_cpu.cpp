@@ -1,4 +1,4 @@
-// The verbs of a channel on the CPU, where the calling thread copies, sets words and waits for them.
+// The operations of a channel on the CPU, where the calling thread copies, sets words and waits for them.
 #include <sched.h>
 #include <unistd.h>
 
@@ -10,7 +10,7 @@ namespace te::comm {
 
 namespace {
 
-constexpr int kSpins = 200;  // looks at a word before the thread sleeps between two of them
+constexpr int kSpins = 200;  // reads of a word before the thread sleeps between reads
 
 class CpuVerbs final : public Verbs {
  public:

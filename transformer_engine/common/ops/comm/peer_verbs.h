@@ -1,5 +1,4 @@
-// What a channel does with words and rows, on the CPU (peer_cpu.cpp) or on CUDA streams (peer.cu). What the words mean
-// is the channel's.
+// The operations of a channel on words and rows, on the CPU (peer_cpu.cpp) or on CUDA streams (peer.cu).
 #pragma once
 
 #include <cstddef>
@@ -11,28 +10,27 @@
 
 namespace te::comm {
 
-// One rank's view of one peer at one slot; its owner's streams await `arrived` and `freed`, which the peer's streams
-// set. wants_*: what the owner waits for, or has waited for while the word is that, and 0 for nothing; with kSeen the
-// watching thread has seen this wait, so that two waits for the same are not one long wait.
+// One rank's view of one peer at one slot. The owner's streams await `arrived` and `freed`, which the peer's streams
+// set. wants_*: the value that the owner waits for, or has waited for while the word has that value; 0 for none. With
+// kSeen the watching thread has seen this wait, so that two waits for the same value are not taken for one long wait.
 struct alignas(64) Line {
   uint32_t arrived, wants_arrived;
   uint32_t freed, wants_freed;
 };
-constexpr uint32_t kSeen = 1U << 31;  // in no word that is awaited
-constexpr uint32_t kFree = 1;         // a word of freed
+constexpr uint32_t kSeen = 1U << 31;  // never in an awaited word
+constexpr uint32_t kFree = 1;         // the value of `freed`
 
-// A word, what stands beside it, and the value that is awaited.
+// A word, its companion word, and the awaited value.
 struct Awaited {
   uint32_t *value, *wants;
   uint32_t wanted;
 };
 
-// lane: the copy lane of the channel, whose stream `stream` is not looked at. Several words are one operation of a
-// stream.
-// Order. Streams may share a queue of the device, in which a wait holds up all that was enqueued behind it. So a wait
-// is enqueued behind everything of this rank that has to happen before it can end, through the peers too: pushes and
-// the words of a call before its waits, and a wait for a free slot directly ahead of the first push there, behind what
-// computes the rows.
+// lane: the copy stream of the channel; its `stream` is ignored. Several words are one operation of a stream. Order:
+// streams may share a queue of the device, in which a wait blocks all work that was enqueued after it. So a wait is
+// enqueued after all work of this rank that has to happen before it can end, through the peers too: pushes and the
+// words of a call before its waits, and a wait for a free slot directly before the first push there, after the
+// computation of the rows.
 class Verbs {
  public:
   virtual ~Verbs() = default;
@@ -40,15 +38,16 @@ class Verbs {
   virtual void join(int32_t slot, te_stream stream) = 0;
   virtual void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
                     int64_t rows) = 0;
-  // The same into this rank's own slot, beside the lane; wait_own: what `stream` has from here on comes behind it.
+  // The same into this rank's own slot, concurrently with the copy stream; wait_own: later work of `stream` waits for
+  // it.
   virtual void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, int64_t rows) = 0;
   virtual void wait_own(int32_t slot, te_stream stream) = 0;
   virtual void set(bool lane, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) = 0;
-  // The words are 0 behind it.
+  // The words are 0 afterwards.
   virtual void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) = 0;
   virtual void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) = 0;
-  // Nothing of all this is under way, or may come again with a graph.
+  // None of these operations is in flight, or can be repeated by a graph.
   virtual bool idle() const = 0;
 };
 

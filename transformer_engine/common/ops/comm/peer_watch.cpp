@@ -1,5 +1,5 @@
-// The thread that watches a channel's words, and what it does when somebody is dead, late or elsewhere. No CUDA call is
-// made here: captures and stuck streams do not hold it up.
+// The thread that watches a channel's words, and reports a peer that is dead, late or in another call. It makes no CUDA
+// call, so that captures and stuck streams do not block it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace te::comm {
 namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(2);
-constexpr double kMostPassed = 0.1;   // seconds: this process was stopped if more have passed between two looks
-constexpr double kDeadPeriod = 0.25;  // seconds between looks for dead processes
+constexpr double kMostPassed = 0.1;   // seconds: the process was stopped if more have passed between two checks
+constexpr double kDeadPeriod = 0.25;  // seconds between checks for dead processes
 
 void copy_text(char* target, const std::string& text) {
   const size_t n = std::min(text.size(), size_t(TE_COMM_PEER_TEXT - 1));
@@ -119,17 +119,17 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, double& seen, double passe
   if (wanted == 0) return;
   const uint32_t got = word(value).load(std::memory_order_acquire);
   if (got == wanted) return;
-  if (words_.failed()) {  // nobody is let in whom nobody waits for: `wants` is looked at again behind it
+  if (words_.failed()) {  // no peer may start to wait unseen: `wants` is read again after it
     word(value).store(wanted, std::memory_order_release);
     return;
   }
-  // What is wanted is written before the value is looked at, so a value beside it belongs to this wait or to no wait.
+  // `wants` is written before the value is read, so that a value next to it belongs to this wait or to no wait.
   if (got != 0 && word(wants).load() == found && word(value).load() == got) {
     fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, words_of(rank_, wanted), words_of(peer, got));
     return;
   }
-  if (word(wants).load() != found) return;  // has ended meanwhile
-  if (dead_[size_t(peer)]) {                // was gone before the value was looked at
+  if (word(wants).load() != found) return;  // it has ended meanwhile
+  if (dead_[size_t(peer)]) {                // it had ended before the value was read
     fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : words_of(rank_, wanted), "");
     return;
   }

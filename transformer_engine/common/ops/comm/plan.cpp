@@ -1,6 +1,5 @@
-// The plan: which rows are computed in which runs, and the steps of one rank. A scatter is a gather that runs
-// backwards: own rows last instead of first, rows leave when their run is computed instead of being computed when they
-// are there.
+// The plan: the division of rows into runs, and the steps of one rank. A scatter is a gather in reverse: own rows come
+// last instead of first, and rows are sent after their run is computed instead of being computed after they arrive.
 #include "ops/comm/plan.h"
 
 #include <algorithm>
@@ -13,7 +12,7 @@ namespace te::comm {
 
 namespace {
 
-constexpr int64_t kOwnCuts = 32;  // most places where own rows may be cut
+constexpr int64_t kOwnCuts = 32;  // largest number of places where own rows may be divided
 
 constexpr const char* kOps[] = {"gather_product", "product_scatter"};
 constexpr const char* kSchedules[] = {"auto", "serial", "chunked"};
@@ -77,13 +76,13 @@ class Planner {
     return double(p_.ranks - 1) * shard_us(bytes_per_us) + p_.costs.hop_us;
   }
 
-  // When the first `rows` rows are there, counted in the order in which they arrive: own ones are from the start.
+  // The time at which the first `rows` rows have arrived, counted in the order of arrival: own ones at 0.
   double arrival(int64_t rows) const {
     const int64_t others = ceil_div(rows, shard_) - 1;
     return others == 0 ? 0 : double(others) * shard_us(p_.costs.link_bytes_per_us) + p_.costs.hop_us;
   }
 
-  // Of a run of rows that begins at `from`: slower while rows are on their way.
+  // The time of a run of rows that begins at `from`: longer while rows are being transferred.
   double run_us(int64_t rows, double from) const {
     return gemm_us(rows) * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
   }
@@ -94,8 +93,8 @@ class Planner {
     return bytes / p_.costs.memory_bytes_per_us;
   }
 
-  // Where runs may end, and the cut of all rows at these that is done first: of equal ones that with the longest last
-  // run. The first has own rows alone. Returns the time.
+  // The ends of the runs in the division of all rows at these cuts that finishes first; of equal ones that with the
+  // longest last run. The first run has own rows alone. Returns the time.
   double best_runs(std::vector<int64_t>& ends) const {
     std::vector<int64_t> cuts{0};
     const int64_t tiles = (shard_ - 1) / p_.costs.tile_rows, step = ceil_div(std::max<int64_t>(tiles, 1), kOwnCuts);
@@ -124,8 +123,8 @@ class Planner {
   int32_t rank_at(int64_t step) const { return int32_t((p_.rank + step + p_.ranks) % p_.ranks); }
   Range shard_of(int32_t rank) const { return {rank * shard_, (rank + 1) * shard_}; }
 
-  // Rows [begin, end) in the order of arrivals: own ones, those of rank - 1, of rank - 2 and so on. Own ones are cut so
-  // that what is left lies beside the next ones.
+  // Rows [begin, end) in the order of arrival: own ones, those of rank - 1, of rank - 2 and so on. Own ones are divided
+  // so that the remaining ones are adjacent to the next ones.
   std::vector<Range> rows_of(int64_t begin, int64_t end) const {
     std::vector<Range> ranges;
     for (int32_t other = 0; other < p_.ranks; ++other) {
@@ -142,7 +141,7 @@ class Planner {
     return joined(ranges);
   }
 
-  // Neighbours become one; the order is that of the last of its rows to arrive.
+  // Merges adjacent ranges, in the order of the last arrival among their rows.
   static std::vector<Range> joined(const std::vector<Range>& ranges) {
     std::vector<Range> out;
     for (Range range : ranges) {
@@ -166,24 +165,24 @@ class Planner {
   void gather() {
     const Range own = shard_of(p_.rank);
     for (int32_t step = 1; step <= p_.ranks; ++step) add(TE_COMM_STEP_PUSH, rank_at(step), own);
-    std::vector<bool> there(size_t(p_.ranks), false);
+    std::vector<bool> waited(size_t(p_.ranks), false);
     int64_t begin = 0;
     for (const int64_t end : runs_) {
       for (const Range& rows : rows_of(begin, end)) {
         const bool own_alone = rows.first >= own.first && rows.last <= own.last;
         for (int32_t other = 1; other <= p_.ranks && !own_alone; ++other) {
-          const int32_t peer = rank_at(-other);  // itself last: that copy comes behind the pushes
+          const int32_t peer = rank_at(-other);  // itself last: that copy follows the pushes
           const Range from = shard_of(peer);
-          if (there[size_t(peer)] || from.last <= rows.first || from.first >= rows.last) continue;
+          if (waited[size_t(peer)] || from.last <= rows.first || from.first >= rows.last) continue;
           add(TE_COMM_STEP_WAIT, peer, from);
-          there[size_t(peer)] = true;
+          waited[size_t(peer)] = true;
         }
         add(TE_COMM_STEP_GEMM, -1, rows);
       }
       begin = end;
     }
-    // Nobody may come to a slot that was given back.
-    if (!there[size_t(p_.rank)]) add(TE_COMM_STEP_WAIT, p_.rank, own);
+    // A peer may not push to a released slot.
+    if (!waited[size_t(p_.rank)]) add(TE_COMM_STEP_WAIT, p_.rank, own);
   }
 
   void scatter() {
@@ -193,7 +192,8 @@ class Planner {
       std::vector<Range> ranges = rows_of(begin, runs_[run]);
       std::reverse(ranges.begin(), ranges.end());
       for (const Range& rows : ranges) add(TE_COMM_STEP_GEMM, -1, rows);
-      // Shard rank + step has place ranks - step in the order of arrivals: all of it is computed from there on.
+      // Shard rank + step is at position ranks - step in the order of arrival: after that run all of it has been
+      // computed.
       for (; pushed < p_.ranks && (p_.ranks - pushed) * shard_ >= begin; ++pushed) {
         add(TE_COMM_STEP_PUSH, rank_at(pushed), shard_of(rank_at(pushed)));
       }
@@ -205,7 +205,7 @@ class Planner {
 
   const te_comm_problem& p_;
   const int64_t shard_;
-  std::vector<int64_t> runs_;  // their ends, in the order of arrivals
+  std::vector<int64_t> runs_;  // their ends, in the order of arrival
   std::vector<te_comm_step>* steps_ = nullptr;
 };
 
@@ -230,11 +230,11 @@ void check_problem(const char* op, const te_comm_problem& p) {
 }
 
 std::string words_of(const te_comm_problem& p, const Plan& plan) {
-  const te_comm_prediction& made = plan.prediction;
-  std::string text =
-      concat(kOps[p.op], " ", p.rows, " x ", p.depth, " x ", p.cols, " ", te_dtype_name(p.dtype), ", rank ", p.rank,
-             " of ", p.ranks, ": ", kSchedules[made.schedule], ", ", made.runs, made.runs == 1 ? " run, " : " runs, ",
-             std::llround(made.us), " us predicted, serial ", std::llround(made.serial_us), " us\n");
+  const te_comm_prediction& prediction = plan.prediction;
+  std::string text = concat(kOps[p.op], " ", p.rows, " x ", p.depth, " x ", p.cols, " ", te_dtype_name(p.dtype),
+                            ", rank ", p.rank, " of ", p.ranks, ": ", kSchedules[prediction.schedule], ", ",
+                            prediction.runs, prediction.runs == 1 ? " run, " : " runs, ", std::llround(prediction.us),
+                            " us predicted, serial ", std::llround(prediction.serial_us), " us\n");
   for (const te_comm_step& step : plan.steps) {
     const char* to = step.kind == TE_COMM_STEP_PUSH ? " to " : step.kind == TE_COMM_STEP_WAIT ? " for " : "";
     text += concat("  ", kKinds[step.kind], to, step.peer < 0 ? "" : std::to_string(step.peer), " [", step.first, ", ",

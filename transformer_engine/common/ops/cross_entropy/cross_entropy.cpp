@@ -102,15 +102,16 @@ void forward_row(const te_cross_entropy_plan& plan, int64_t row) {
   const int64_t own = own_column(plan, target);
   const bool smooth = plan.label_smoothing > 0.f;
   const auto* given = static_cast<const Statistic*>(plan.statistics.data);
-  const Statistic whole = given == nullptr
-                              ? statistic_of(x, cols, own, smooth)
-                              : merged(
-                                    plan.ranks, [](float v) { return te::cpu::exp(v); },
-                                    [&](int r) { return given[r * rows + row]; }, [&](int) { return float(cols); });
+  const Statistic row_statistic =
+      given == nullptr ? statistic_of(x, cols, own, smooth)
+                       : merged(
+                             plan.ranks, [](float v) { return te::cpu::exp(v); },
+                             [&](int r) { return given[r * rows + row]; }, [&](int) { return float(cols); });
   const Asked asked{plan.label_smoothing, float(classes_of(plan))};
-  loss = asked.loss(whole, std::log(whole.sum));
+  loss = asked.loss(row_statistic, std::log(row_statistic.sum));
   if (plan.gradient) {
-    write_gradient(x, cols, own, Slope::of(whole, asked, plan.scale.data != nullptr ? value_at(plan.scale, row) : 1.f));
+    write_gradient(x, cols, own,
+                   Slope::of(row_statistic, asked, plan.scale.data != nullptr ? value_at(plan.scale, row) : 1.f));
   }
 }
 
@@ -183,7 +184,7 @@ void check_target(const char* op, const char* argument, const te_tensor& t, int6
   check_as(op, argument, t, 1, rows, te_tensor{nullptr, 0, 0, 0, TE_INT64, device});
 }
 
-// Where the host can read them.
+// Where the host can read them: on the CPU.
 void check_values(const char* op, const char* argument, const te_tensor& t, int64_t classes, int64_t ignore_idx) {
   if (t.device != TE_DEVICE_CPU) return;
   for (int64_t row = 0; row < t.cols; ++row) {

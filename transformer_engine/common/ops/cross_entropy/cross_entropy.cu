@@ -1,11 +1,10 @@
-// cross_entropy, CUDA path. Bound by memory: a row is to be read once and its gradient written once, 4 bytes an element
-// of a 16-bit type. A row of 128256 in bf16 is 251 KiB, more than the 227 KiB of one SM's shared memory, and 132 SMs
-// with a row each would have 34 MB between a first and a second reading, which the halves of a 60 MB L2 need not hold.
-// So a row lies in the shared memory of a cluster: 1, 2, 4 or 8 blocks with at most 64 KiB each, so that three blocks
-// share an SM and one loads while another computes or stores. Rows beyond 8 x 192 KiB are read twice.
-// Which thread has which columns, and so each sum's order, depends on the row's length and dtype alone: rows that do
-// not start on 16 bytes are taken an element at a time by the same threads. A thread reads in shared memory what it
-// copied there itself.
+// cross_entropy, CUDA path. Memory-bound: a row is read once and its gradient written once, 4 bytes an element of a
+// 16-bit type. A row of 128256 in bf16 is 251 KiB, more than the 227 KiB of shared memory of an SM, and 132 SMs with a
+// row each would have 34 MB between a first and a second read, which may exceed the halves of a 60 MB L2. So a row is
+// kept in the shared memory of a cluster: 1, 2, 4 or 8 blocks with at most 64 KiB each, so that three blocks share an
+// SM and one loads while another computes or stores. Rows beyond 8 x 192 KiB are read twice. The columns of a thread,
+// and so the order of each sum, depend on the row's length and dtype alone: rows that do not start on 16 bytes are read
+// one element at a time by the same threads. A thread reads in shared memory only the bytes that it copied.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -29,7 +28,7 @@ struct Exp {
   __device__ __forceinline__ float operator()(float x) const { return exp2_of(x * kLog2e); }
 };
 
-// A row cut into slots of 16 bytes: `slots` for each block of its cluster, one after another for its threads.
+// A row divided into slots of 16 bytes: `slots` for each block of its cluster, assigned to its threads in turn.
 struct Layout {
   int cluster, threads;
   int64_t slots;  // of a block
@@ -51,20 +50,20 @@ struct Args {
   const int64_t* target;
   float* loss;
   const float* scale;
-  const Statistic* given;  // of all ranks; NULL: made here
-  Statistic* out;          // where statistics are all that is wanted
+  const Statistic* given;  // of all ranks; NULL: computed here
+  Statistic* out;          // if the statistics alone are wanted
   int64_t pitch, rows, cols, slots, classes, ignore_idx, first_class;
   int cluster, ranks, scale_step;
   float smoothing;
   bool gradient, wide;
 };
 
-// A cluster takes a row, block after block of its columns. kHeld: in shared memory, which is dynamic.
+// A cluster processes a row, each block its columns. kHeld: in dynamic shared memory.
 template <class T, bool kHeld>
 __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_constant__ Args<T> a) {
   extern __shared__ uint4 shared[];
   __shared__ float scratch[3 * kWarp];
-  __shared__ Statistic mine;
+  __shared__ Statistic block_statistic;
   const int64_t row = blockIdx.x / unsigned(a.cluster);
   const int block = int(blockIdx.x % unsigned(a.cluster));
   T* const logits = a.logits + row * a.pitch;
@@ -72,43 +71,43 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   const Part<T> part = Part<T>::of(logits, first, a.slots, a.cols, a.wide);
   const int64_t target = a.target[row];
   const Kind kind = kind_of(target, a.ignore_idx, a.classes);
-  const bool speaks = block == 0 && threadIdx.x == 0;  // for the row
-  if (a.out == nullptr && kind != Kind::kMeant) {      // the same for all blocks of the cluster
+  const bool is_writer = block == 0 && threadIdx.x == 0;  // writes the row's results
+  if (a.out == nullptr && kind != Kind::kMeant) {         // the same for all blocks of the cluster
     const float value = kind == Kind::kIgnored ? 0.f : NAN;
-    if (speaks) a.loss[row] = value;
+    if (is_writer) a.loss[row] = value;
     if (a.gradient) part.fill(value);
     return;
   }
   const int64_t own = target - a.first_class;  // column, or outside of the row
-  // Before any block of the cluster writes over it: they all wait for this one first.
-  float at_target = speaks && own >= 0 && own < a.cols ? to_float(logits[own]) : NAN;
+  // Read before any block of the cluster overwrites it: all blocks wait for this one first.
+  float at_target = is_writer && own >= 0 && own < a.cols ? to_float(logits[own]) : NAN;
 
   const std::conditional_t<kHeld, HeldView<T>, ReadView<T>> view(part, shared);
-  Statistic whole;
+  Statistic statistic;
   if (a.given == nullptr) {
-    whole = statistic_of(part, a.smoothing, scratch, view);
+    statistic = statistic_of(part, a.smoothing, scratch, view);
     if (a.cluster > 1) {
       const cg::cluster_group cluster = cg::this_cluster();
-      if (threadIdx.x == 0) mine = whole;
+      if (threadIdx.x == 0) block_statistic = statistic;
       cluster.sync();
-      whole = merged(
-          a.cluster, Exp{}, [&](int i) { return *cluster.map_shared_rank(&mine, i); },
+      statistic = merged(
+          a.cluster, Exp{}, [&](int i) { return *cluster.map_shared_rank(&block_statistic, i); },
           [&](int i) { return float(Part<T>::of(logits, i * a.slots, a.slots, a.cols, false).cols); });
-      cluster.barrier_arrive();  // nobody leaves while somebody reads here
+      cluster.barrier_arrive();  // other blocks may still read this block's shared memory
     }
-    whole.target = at_target;
+    statistic.target = at_target;
   } else {
-    whole = merged(
+    statistic = merged(
         a.ranks, Exp{}, [&](int r) { return a.given[r * a.rows + row]; }, [&](int) { return float(a.cols); });
   }
   if (a.out != nullptr) {
-    if (speaks) a.out[row] = whole;
+    if (is_writer) a.out[row] = statistic;
   } else {
     const Asked asked{a.smoothing, float(a.classes)};
-    if (speaks) a.loss[row] = asked.loss(whole, logf(whole.sum));
+    if (is_writer) a.loss[row] = asked.loss(statistic, logf(statistic.sum));
     if (a.gradient) {
       const float scale = a.scale != nullptr ? a.scale[row * a.scale_step] : 1.f;
-      write_gradient(part, own - first * Part<T>::N, Slope::of(whole, asked, scale), view);
+      write_gradient(part, own - first * Part<T>::N, Slope::of(statistic, asked, scale), view);
     }
   }
   if (a.given == nullptr && a.cluster > 1) cg::this_cluster().barrier_wait();
@@ -177,7 +176,7 @@ void run(const char* op, const te_cross_entropy_plan& plan, Statistic* out, te_s
 // One block walks all rows.
 constexpr int kThreads = 1024;
 
-constexpr int kScaleBlocks = 16;  // of an SM: four at a time, and some to even out
+constexpr int kScaleBlocks = 16;  // for each SM: four at a time, and more for balance
 
 template <class T, class F>
 __device__ __forceinline__ T block_sum(int64_t n, F&& f) {
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *mean = sum * *inverse;
 }
 
-// A block for every so many rows: that most have a factor of 1 costs no launch of as many blocks.
+// One block for several rows: most rows have a factor of 1, which should not cost as many blocks.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads)
     scale_kernel(T* grad, int64_t pitch, int64_t rows, int64_t cols, bool wide, const float* dloss, int step,

@@ -1,5 +1,5 @@
-// The formulas of the loss that the CPU and the CUDA path share: what is known of a part of a row, how parts become a
-// row, its loss and its gradient. No memory is touched here.
+// Formulas of the loss that the CPU and the CUDA path share: statistics of a part of a row, their combination to those
+// of the row, its loss and its gradient.
 #pragma once
 
 #include <cmath>
@@ -9,15 +9,15 @@
 
 namespace te::cross_entropy {
 
-// Of some columns of a row; four floats of te_cross_entropy_statistics.
+// Statistics of some columns of a row; four floats of te_cross_entropy_statistics.
 struct Statistic {
-  float top;     // their maximum, NaN left out
+  float top;     // their maximum, ignoring NaN
   float sum;     // of exp(x - top)
-  float target;  // the target's logit; NaN where it is not among these
+  float target;  // the target's logit; NaN if it is not among these
   float rest;    // sum of x - top
 };
 
-// Where to measure exponents from: a part of -Inf alone has no top, and nothing in it counts.
+// The reference of exponents: a part of -Inf alone has no maximum, and contributes nothing.
 TE_HOST_DEVICE float origin_of(float top) { return top == -INFINITY ? 0.f : top; }
 
 // Parts in their order, `columns(i)` columns each. A part of -Inf alone adds nothing to the sum.
@@ -38,15 +38,14 @@ TE_HOST_DEVICE Statistic merged(int parts, Exp&& exp, Part&& part, Columns&& col
   return all;
 }
 
-// What a row asks of its loss and gradient.
+// The inputs of a row's loss and gradient.
 struct Asked {
   float smoothing;
   float classes;  // V
 
   TE_HOST_DEVICE float loss(const Statistic& row, float log_sum) const {
     const float target = row.target - row.top;
-    // 0 * Inf would be NaN: without smoothing no logit but the target's counts, with nothing but smoothing that does
-    // not.
+    // 0 * Inf would be NaN: without smoothing only the target's logit counts, with full smoothing it does not.
     if (smoothing == 0.f) return log_sum - target;
     const float rest = smoothing * (row.rest / classes);
     return smoothing == 1.f ? log_sum - rest : log_sum - (1.f - smoothing) * target - rest;
@@ -63,7 +62,8 @@ struct Slope {
   TE_HOST_DEVICE float at(float exponential) const { return exponential * weight - base; }
 };
 
-// A gradient times what comes in. What an ignored token has stays 0, were the factor Inf (a mean of no tokens) or NaN.
+// A gradient times its incoming factor. The gradient of an ignored token stays 0, even if the factor is Inf (a mean of
+// no tokens) or NaN.
 TE_HOST_DEVICE float scaled(float gradient, float factor) { return gradient == 0.f ? gradient : gradient * factor; }
 
 enum class Kind { kIgnored, kMeant, kOutside };

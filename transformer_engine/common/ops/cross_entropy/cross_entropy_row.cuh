@@ -1,5 +1,5 @@
-// What a block does with its columns of a row: loads them, finds their maximum and the sum of their exponentials, and
-// writes the gradient over them. For cross_entropy.cu alone.
+// A block's work on its columns of a row: loads them, computes their maximum and the sum of their exponentials, and
+// overwrites them by the gradient. For cross_entropy.cu alone.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -15,20 +15,20 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// 2^x in one instruction: what falls below the normal numbers is 0, which exp2f spends three more on. The kernel
-// computes about as long as it reads.
+// 2^x in one instruction, which flushes subnormal results to 0; exp2f spends three more instructions on them. The
+// kernel computes about as long as it reads.
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Near 0 exponents are measured from a whole number close to top log2(e), which needs one multiplication and addition,
-// rounded once; farther away there is none as close.
+// Near 0, exponents are relative to a whole number close to top log2(e), which takes one multiplication and addition,
+// rounded once; farther away no such number is close enough.
 constexpr float kFar = 1 << 22;
 __device__ __forceinline__ float near_origin(float top) { return rintf(top * kLog2e); }
 
-// f(exponent, factor): exp(x - top) is factor times 2 to the power of exponent(x).
+// Calls f(exponent, factor): exp(x - top) is factor times 2 to the power of exponent(x).
 template <class F>
 __device__ __forceinline__ void measured_from(float top, F&& f) {
   const float origin = near_origin(top);
@@ -43,10 +43,10 @@ __device__ __forceinline__ void measured_from(float top, F&& f) {
 template <class T>
 struct Part {
   static constexpr int N = kVec<T>;
-  T* data;    // its first column
-  int cols;   // of the row, its own; 0 where it begins behind the row's end
-  int slots;  // with the one that is cut off
-  int whole;  // of them, those to be taken at once
+  T* data;         // its first column
+  int cols;        // of the row; 0 if the block begins beyond the row's end
+  int slots;       // including a partial one
+  int full_slots;  // full ones, read by one access
 
   // Slots from `first` on, at most `most`, of a row of `cols`.
   __device__ __forceinline__ static Part of(T* row, int64_t first, int64_t most, int64_t cols, bool wide) {
@@ -54,7 +54,7 @@ struct Part {
     return {row + first * N, own, (own + N - 1) / N, wide ? own / N : 0};
   }
 
-  // Columns behind the row's end are -Inf, which adds to no maximum and to no sum of exponentials.
+  // Columns beyond the row's end are -Inf, which changes no maximum and no sum of exponentials.
   __device__ __forceinline__ Packed<T, N> load_narrow(int i) const {
     float x[N];
 #pragma unroll
@@ -62,17 +62,17 @@ struct Part {
     return narrow<T, N>(x);
   }
   __device__ __forceinline__ void copy_to(Packed<T, N>* slot, int i) const {
-    if (i < whole) {
+    if (i < full_slots) {
       __pipeline_memcpy_async(slot, data + i * N, sizeof(*slot));
     } else {
       *slot = load_narrow(i);
     }
   }
   __device__ __forceinline__ Packed<T, N> load(int i) const {
-    return i < whole ? load_packed<T, N>(data + i * N) : load_narrow(i);
+    return i < full_slots ? load_packed<T, N>(data + i * N) : load_narrow(i);
   }
   __device__ __forceinline__ void store(int i, const float (&y)[N]) const {
-    if (i < whole) return store_packed<T, N>(data + i * N, narrow<T, N>(y));
+    if (i < full_slots) return store_packed<T, N>(data + i * N, narrow<T, N>(y));
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (i * N + j < cols) data[i * N + j] = from_float<T>(y[j]);
@@ -86,7 +86,7 @@ struct Part {
   }
 };
 
-// The largest of slots, NaN left out; two elements at a time where two are in a word.
+// The largest of slots, ignoring NaN; two elements at a time for 16-bit types.
 template <class T, bool kPairs = sizeof(T) == 2>
 struct Top {
   static constexpr int N = kVec<T>;
@@ -116,15 +116,15 @@ struct Top<T, true> {
     }
   }
   __device__ __forceinline__ float value() const {
-    Packed<T, 2> both;
-    both.v[0] = top;
+    Packed<T, 2> pair;
+    pair.v[0] = top;
     float x[2];
-    widen<T, 2>(both, x);
+    widen<T, 2>(pair, x);
     return fmaxf(x[0], x[1]);
   }
 };
 
-// A thread's sum of exponentials while its columns come in, measured from the largest so far.
+// A thread's sum of exponentials while its columns are loaded, relative to the largest so far.
 struct Running {
   float origin = -kFar, sum = 0.f;
 
@@ -140,10 +140,10 @@ struct Running {
     for (int j = 0; j < N; ++j) sums[j % 2] += exp2_of(fmaf(x[j], kLog2e, -origin));
     sum += sums[0] + sums[1];
   }
-  // Measured from `top`, which no column was above. Only where that is near.
+  // Relative to `top`, which no column exceeds. Only if that is near 0.
   __device__ __forceinline__ float from(float top) const {
-    const float whole = near_origin(top);
-    return sum * exp2_of(origin - whole) * exp2_of(fmaf(-top, kLog2e, whole));
+    const float top_origin = near_origin(top);
+    return sum * exp2_of(origin - top_origin) * exp2_of(fmaf(-top, kLog2e, top_origin));
   }
 };
 
@@ -159,8 +159,8 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
   return x;
 }
 
-// What a block's threads know of their columns, which are summed up as they come in; once more where exponents are far
-// from 0, or where the mean of all logits is asked for. view[i]: slot i, as it was loaded.
+// Statistics of a block's columns, accumulated as they are loaded; in a second pass if exponents are far from 0, or if
+// the mean of all logits is needed. view[i]: slot i in its memory format.
 template <class T, class View>
 __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smoothing, float* scratch,
                                                   const View& view) {
@@ -199,7 +199,7 @@ __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smo
       sums[0] *= factor;
     });
   }
-  // A block smaller than a warp does not exist, so that these are sums of whole warps.
+  // A block has at least one warp, so that these are sums of full warps.
   float total[2] = {warp_sum(sums[0]), warp_sum(sums[1])};
   const int lane = threadIdx.x % kWarp;
   if (lane == 0) {
@@ -207,11 +207,12 @@ __device__ __forceinline__ Statistic statistic_of(const Part<T>& part, float smo
     scratch[2 * kWarp + threadIdx.x / kWarp] = total[1];
   }
   __syncthreads();
-  const bool there = lane < int(blockDim.x / kWarp);
-  return {top, warp_sum(there ? scratch[kWarp + lane] : 0.f), NAN, warp_sum(there ? scratch[2 * kWarp + lane] : 0.f)};
+  const bool is_warp = lane < int(blockDim.x / kWarp);
+  return {top, warp_sum(is_warp ? scratch[kWarp + lane] : 0.f), NAN,
+          warp_sum(is_warp ? scratch[2 * kWarp + lane] : 0.f)};
 }
 
-// own: the target's column of the part, or one that it has not.
+// own: the target's column in the part, or a column outside of it.
 template <class T, class View>
 __device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own, const Slope& slope, const View& view) {
   constexpr int N = kVec<T>;
@@ -232,7 +233,7 @@ __device__ __forceinline__ void write_gradient(const Part<T>& part, int64_t own,
   });
 }
 
-// A block's slots in shared memory, on their way there in four parts; a thread waits for those it copied.
+// A block's slots in shared memory, copied in four parts; a thread waits for the bytes that it copied.
 template <class T>
 struct HeldView {
   using Slot = Packed<T, kVec<T>>;
@@ -249,7 +250,7 @@ struct HeldView {
       __pipeline_commit();
     }
   }
-  // take(first slot behind the part), when a part is there.
+  // Calls take(first slot after the part) when a part has arrived.
   template <class Take>
   __device__ __forceinline__ void in_parts(Take&& take) const {
     __pipeline_wait_prior(3);
@@ -264,7 +265,7 @@ struct HeldView {
   __device__ __forceinline__ Slot operator[](int i) const { return slots[i]; }
 };
 
-// Or read where they are, each time.
+// Or read from global memory in each pass.
 template <class T>
 struct ReadView {
   const Part<T>& part;

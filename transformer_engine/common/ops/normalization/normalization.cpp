@@ -16,7 +16,7 @@ namespace cpu {
 
 using namespace te::cpu;
 
-// One widened row of gamma or beta, shared by all rows; `shift` is what zero-centred gamma lacks. Zeros when absent.
+// One widened row of gamma or beta, shared by all rows; `shift` is 1 for zero-centred gamma. Zeros if absent.
 std::vector<float> widened(const te_tensor& t, int64_t hidden, float shift, const char* op, const char* argument) {
   std::vector<float> values(static_cast<size_t>(hidden));
   if (t.data == nullptr) return values;
@@ -62,7 +62,7 @@ void add_rows(const T* x, const T* residual, T* h, int64_t hidden) {
   });
 }
 
-// y of one row; gamma with its shift.
+// y of one row; gamma includes its shift.
 template <class T>
 void normalize_row(const T* h, Statistics s, const float* gamma, const float* beta, T* y, int64_t hidden) {
   float buffer[kChunk], result[kChunk];
@@ -143,7 +143,7 @@ Projections projections_of(const Plan& plan, const T* dy, const T* h, const floa
   return {plan.rms ? 0.f : w / float(hidden), wn / float(hidden)};
 }
 
-// Rows [first_row, last_row): writes dx, adds to dgamma and dbeta (the part's own; NULL where nobody asks).
+// Rows [first_row, last_row): writes dx, adds to dgamma and dbeta (of the part; NULL if not wanted).
 template <class T>
 void backward_rows(const Plan& plan, const BackwardTensors& t, const float* gamma, int64_t first_row, int64_t last_row,
                    float* dgamma, float* dbeta) {
@@ -171,7 +171,7 @@ void backward_rows(const Plan& plan, const BackwardTensors& t, const float* gamm
         for (int64_t i = 0; i < n; ++i) shift_sum[i] += d[i];
       }
       float* out = t.dx.data != nullptr ? chunk_target(row_ptr<T>(t.dx, row) + c, result) : result;
-#pragma GCC ivdep  // out may be where d or r is, element on element: nothing is carried from one i to the next
+#pragma GCC ivdep  // out may be d or r itself, element by element: iterations are independent
       for (int64_t i = 0; i < n; ++i) {
         const float normalized = (v[i] - s.mean) * s.rstd;
         scale_sum[i] += d[i] * normalized;
@@ -183,7 +183,7 @@ void backward_rows(const Plan& plan, const BackwardTensors& t, const float* gamm
   }
 }
 
-// target = the parts' sums, part after part.
+// target = the sum over the parts, part after part.
 void sum_parts(const te_tensor& target, const std::vector<float>& partials, int64_t parts) {
   if (target.data == nullptr) return;
   dispatch_float(target.dtype, "te_normalization_backward", "dgamma", [&](auto type) {
@@ -204,7 +204,7 @@ void sum_parts(const te_tensor& target, const std::vector<float>& partials, int6
 void backward(const Plan& plan, const BackwardTensors& t) {
   const char* op = "te_normalization_backward";
   const int64_t rows = t.x.rows, hidden = t.x.cols;
-  // At least 16 rows a part, so that the parts' sums cost little beside the rows, and parallel_rows' least work.
+  // At least 16 rows a part, so that adding the parts costs little, and at least the work of parallel_rows.
   const int64_t parts = std::min(rows, std::clamp<int64_t>(std::min(rows / 16, rows * hidden / 16384), 1, 64));
   const std::vector<float> gamma = widened(t.gamma, t.x.cols, plan.zero_centered_gamma ? 1.f : 0.f, op, "gamma");
   std::vector<float> dgamma(static_cast<size_t>(t.dgamma.data != nullptr ? parts * hidden : 0));

@@ -1,6 +1,6 @@
 // normalization, CUDA forward. A row stays packed in the registers of its threads: every load of the row is issued
-// before the first is used, and gamma's before the reduction is waited for. Rows that are not aligned to 16 bytes, or
-// too wide, are read again for each pass. The work is bound by memory: 4 bytes an element in bf16, 8 with a residual.
+// before the first is used, and gamma's before the reduction completes. Rows that are not aligned to 16 bytes, or too
+// wide, are read again for each pass. Memory-bound: 4 bytes an element in bf16, 8 with a residual.
 #include "ops/normalization/normalization_forward.cuh"
 
 namespace te::normalization::cuda {
@@ -9,8 +9,8 @@ namespace {
 
 constexpr const char* kOp = "te_normalization_forward";
 
-// y is not written: the largest |y|, rounded as it would have been, goes into one of the parts, NaN left aside. They
-// are zeros before. Magnitudes as integers have the same order, and a maximum has none.
+// Instead of writing y: the largest |y|, after the same rounding, goes into one of the parts, ignoring NaN; parts are
+// zeros at first. Magnitudes compare as integers, and a maximum does not depend on order.
 template <class T>
 struct AmaxStore {
   unsigned* parts;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void finish(const AmaxStore<T>& y) {
   y.finish();
 }
 
-// Vectors that a thread holds: 4 up to 512 threads a row, 8 beyond (2^16 columns of a 16-bit type, 2^15 of float).
+// Vectors of a thread: 4 up to 512 threads a row, 8 beyond (2^16 columns of a 16-bit type, 2^15 of float).
 template <int V>
 constexpr int kMaxLanes = V == 4 ? 512 : 1024;
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxLanes<V>) forward_kernel(ForwardArgs<T, G>
   finish(y);
 }
 
-// Any alignment and width, one element at a time. A thread reads back from residual_out what it wrote there itself.
+// Any alignment and width, one element at a time. A thread reads back from residual_out the values that it wrote.
 template <class T, class G, class Store>
 __global__ void __launch_bounds__(512) forward_any_kernel(ForwardArgs<T, G> a, bool rms, Store y) {
   __shared__ float scratch[2][kWarp];
@@ -111,8 +111,8 @@ void launch_any(const Plan& plan, const ForwardTensors& t, const Store& y, cudaS
                                                                                        plan.rms != 0, y);
 }
 
-// Which kernel a row takes follows from x, gamma and beta alone, so that statistics have the same bits with and
-// without a y (one that is there is aligned as x is, or it goes one element at a time).
+// The kernel of a row depends on x, gamma and beta alone, so that statistics have the same bits with and without a y (a
+// y that is aligned unlike x is written one element at a time).
 template <class T, class G, class Store>
 void launch(const Plan& plan, const ForwardTensors& t, bool aligned, const Store& y, te_stream stream) {
   const int64_t vectors = t.x.cols / kVec<T>;
@@ -139,7 +139,7 @@ void forward(const Plan& plan, const ForwardTensors& t, const te_tensor& amax_pa
   for (const te_tensor* tensor : {&t.x, &t.residual, &t.gamma, &t.beta, &t.y, &t.residual_out}) {
     aligned = aligned && aligned16(*tensor);
   }
-  if (t.y.data == nullptr && amax_parts.data == nullptr) {  // gamma is not read, so that its dtype is all the same
+  if (t.y.data == nullptr && amax_parts.data == nullptr) {  // gamma is not read, so that any dtype will do
     dispatch_float(t.x.dtype, kOp, "x", [&](auto type) {
       using T = decltype(type);
       launch<T, T>(plan, t, aligned, NoStore{}, stream);

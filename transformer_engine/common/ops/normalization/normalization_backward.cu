@@ -1,7 +1,7 @@
-// normalization, CUDA backward. Each block owns a fixed set of rows (a part) and walks them: the next two rows are on
-// their way into shared memory while one is worked on, and the sums for dgamma and dbeta stay in registers from the
-// first row to the last. A second kernel adds the parts. Rows that are not aligned to 16 bytes, or too wide, are read
-// twice, one element at a time. No atomics, no order that depends on the machine.
+// normalization, CUDA backward. Each block owns a fixed set of rows (a part): it loads the next two rows into shared
+// memory while it computes one, and keeps the sums for dgamma and dbeta in registers from the first row to the last. A
+// second kernel adds the parts. Rows that are not aligned to 16 bytes, or too wide, are read twice, one element at a
+// time. No atomics, and no order that depends on the machine.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace te::normalization::cuda {
 namespace {
 
 constexpr const char* kOp = "te_normalization_backward";
-constexpr int kVectors = 4;  // of a row, held by a thread
+constexpr int kVectors = 4;  // of a row, for each thread
 constexpr int kMaxLanes = 512;
 constexpr int kStages = 2;
 
@@ -23,7 +23,7 @@ struct BackwardArgs {
   const G* gamma;
   const float* mean;  // NULL: zeros
   const float* rstd;
-  float* dgamma;  // the parts' sums [parts, hidden]; NULL: not wanted
+  float* dgamma;  // sums of the parts [parts, hidden]; NULL: not wanted
   float* dbeta;   // likewise
   bool want_dx;
   int64_t rows;
@@ -56,8 +56,8 @@ __device__ __forceinline__ RowStatistics statistics_at(const Args& a, int64_t ro
   return {kRms ? 0.f : a.mean[row], a.rstd[row]};
 }
 
-// Sums a block's rows of `sums` (threadIdx.y after threadIdx.y) and writes the part's row of partials. `shared` holds
-// 4 * N * kVectors bytes a thread; a barrier must lie between two calls and before the first.
+// Sums a block's rows of `sums` (threadIdx.y after threadIdx.y) and writes the part's row of partials. `shared` holds 4
+// * N * kVectors bytes a thread; a barrier is needed between two calls and before the first.
 template <int N>
 __device__ __forceinline__ void write_part(const float (&sums)[kVectors][N], float* shared, float* partials,
                                            int hidden) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMaxLanes) backward_kernel(BackwardArgs<T, G> 
   __shared__ float scratch[kStages][kSums * kWarp];
   const int threads = blockDim.x * blockDim.y;
   const int inputs = a.residual_grad.data != nullptr ? 3 : 2;
-  // A thread reads only what it copied itself, so the copies need no barrier.
+  // A thread reads only the bytes that it copied, so that the copies need no barrier.
   Vector* const slots = reinterpret_cast<Vector*>(shared) + threadIdx.y * blockDim.x + threadIdx.x;
   const auto slot = [&](int stage, int input, int i) -> Vector& {
     return slots[((stage * inputs + input) * kVectors + i) * threads];
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kMaxLanes) backward_kernel(BackwardArgs<T, G> 
   const auto vector_of = [](int i) { return int(threadIdx.x + i * blockDim.x); };
   const int vectors = a.hidden / N;
 
-  // Vectors past the row's end are zeros, once for all; rows past the last are zeros in their turn.
+  // Vectors beyond the row's end are zeros throughout; rows beyond the last are filled with zeros in turn.
   for (int i = 0; i < kVectors; ++i) {
     for (int k = 0; k < kStages * inputs && vector_of(i) >= vectors; ++k) slot(k / inputs, k % inputs, i) = {};
   }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kMaxLanes) backward_kernel(BackwardArgs<T, G> 
   copy_row(base + threadIdx.y, 0);
   copy_row(base + threadIdx.y + step, 1);
   RowStatistics s = statistics_at<kRms>(a, base + threadIdx.y);
-  // A float gamma beside 16-bit rows takes twice the registers and is loaded again for each row.
+  // A float gamma with 16-bit rows needs twice the registers, and is loaded again for each row.
   constexpr bool kHoldGamma = sizeof(G) == sizeof(T);
   Packed<G, N> gamma[kHoldGamma ? kVectors : 1];
   const auto load_gamma = [&](int i) -> Packed<G, N> {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kMaxLanes) backward_kernel(BackwardArgs<T, G> 
     s = next;
   }
 
-  __pipeline_wait_prior(0);  // the copies of zeros past the last row: the memory is used again
+  __pipeline_wait_prior(0);  // copies of zeros beyond the last row: the memory is reused
   float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
   if (a.dgamma != nullptr) write_part(dgamma, sums, a.dgamma, a.hidden);
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kMaxLanes) backward_kernel(BackwardArgs<T, G> 
   }
 }
 
-// Any alignment and width: dx alone, a row of threads a row.
+// Any alignment and width: dx alone, one row of threads for each row.
 template <class T, class G, class Store>
 __global__ void __launch_bounds__(kMaxLanes) dx_any_kernel(BackwardArgs<T, G> a, Store dx) {
   __shared__ float scratch[2 * kWarp];
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kMaxLanes) dx_any_kernel(BackwardArgs<T, G> a,
   }
 }
 
-// Any alignment and width: the parts' sums alone, a thread a column, a blockIdx.y a part.
+// Any alignment and width: the sums of the parts alone, a thread for each column, a blockIdx.y for each part.
 template <class T, class G>
 __global__ void parts_any_kernel(BackwardArgs<T, G> a) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -253,8 +253,8 @@ __global__ void parts_any_kernel(BackwardArgs<T, G> a) {
   if (a.dbeta != nullptr) a.dbeta[at] = dbeta;
 }
 
-// target[column] = sum of the parts: 32 columns a block; a warp's lanes walk the columns, its 32 warps the parts, and
-// then the 32 sums of a column are added by a butterfly. blockIdx.y: 0 for dgamma, 1 for dbeta.
+// target[column] = sum of the parts: 32 columns a block; a warp's lanes cover the columns, its 32 warps the parts, and
+// then a butterfly adds the 32 sums of a column. blockIdx.y: 0 for dgamma, 1 for dbeta.
 template <class G>
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_parts_kernel(const float* dgamma_parts, const float* dbeta_parts, int parts, int hidden, G* dgamma, G* dbeta) {
@@ -285,7 +285,7 @@ int64_t launch_parts(const Plan& plan, const BackwardTensors& t, cudaStream_t st
   const int bytes = kStages * inputs * kVectors * layout.threads() * 16;
   const auto launch = [&](auto rms) {
     const auto kernel = backward_kernel<T, G, rms(), quantize::PlainStore<T>>;
-    if (bytes >= 40 * 1024) {  // the limit of 48 KiB without asking counts the static shared memory too
+    if (bytes >= 40 * 1024) {  // the default limit of 48 KiB includes the static shared memory
       check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), kOp);
     }
     kernel<<<unsigned(parts), layout.block(), size_t(bytes), stream>>>(BackwardArgs<T, G>(plan, t, parts),
@@ -304,7 +304,7 @@ template <class T, class G>
 int64_t launch_any(const Plan& plan, const BackwardTensors& t, cudaStream_t stream) {
   const int64_t parts = max_parts(t.x.rows, t.x.cols);
   const BackwardArgs<T, G> args(plan, t, parts);
-  if (args.dgamma != nullptr || args.dbeta != nullptr) {  // before dx, which may be written over dy
+  if (args.dgamma != nullptr || args.dbeta != nullptr) {  // before dx, which may overwrite dy
     constexpr int kColumns = 128;
     parts_any_kernel<<<dim3(unsigned((t.x.cols + kColumns - 1) / kColumns), unsigned(parts)), kColumns, 0, stream>>>(
         args);

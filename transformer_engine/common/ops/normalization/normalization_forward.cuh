@@ -1,5 +1,5 @@
-// normalization, CUDA: one row forward, held by the threads that it belongs to. What becomes of y is the store's; which
-// rows a block takes, and when, is the kernels'.
+// normalization, CUDA: the forward of one row, held by its threads. The Store consumes y; the kernels assign rows to
+// blocks.
 #pragma once
 
 #include "ops/normalization/row_layout.cuh"
@@ -33,21 +33,21 @@ struct ForwardArgs {
         shift(plan.zero_centered_gamma ? 1.f : 0.f) {}
 };
 
-// Where the statistics alone are wanted.
+// For the statistics alone.
 struct NoStore {};
 template <class Store>
 constexpr bool kStores = !std::is_same_v<Store, NoStore>;
 
 // The `lanes` threads of a row hold V vectors each, thread x vectors x, x + lanes, ... of `vectors` (0 for a thread or
-// a row that is none). All threads of the block call it. There is one barrier for a scratch, so that a caller with
-// another row takes another pair of them in between.
+// a row that does not exist). All threads of the block call it. There is one barrier for each scratch, so that a caller
+// with another row alternates between two.
 template <class T, class G, int V, bool kRms, bool kResidual, class Store>
 __device__ __forceinline__ void forward_row(const ForwardArgs<T, G>& a, Store& y, int64_t row, int lanes, int vectors,
                                             float (&scratch)[2][kWarp]) {
   constexpr int N = kVec<T>;
-  constexpr bool kRoomy = V == 4;  // 8 vectors a thread leave no registers for anything beside x
+  constexpr bool kRoomy = V == 4;  // with 8 vectors a thread, x takes all registers
   constexpr bool kEarlyGamma =
-      kRoomy && sizeof(G) == sizeof(T) && kStores<Store>;  // a float gamma beside 16-bit rows takes twice as many
+      kRoomy && sizeof(G) == sizeof(T) && kStores<Store>;  // a float gamma with 16-bit rows needs twice as many
   const auto vector_of = [&](int i) { return int(threadIdx.x) + i * lanes; };
 
   Packed<T, N> h[V], residual[kResidual ? V : 1];
@@ -106,8 +106,7 @@ __device__ __forceinline__ void forward_row(const ForwardArgs<T, G>& a, Store& y
     widen<T, N>(h[i], v);
 #pragma unroll
     for (int j = 0; j < N; ++j) v[j] = (v[j] - mean) * (v[j] - mean);
-    if (kRms || vector_of(i) < vectors)
-      squares[0] += vector_sum(v);  // what lies past the row is 0, its deviation is not
+    if (kRms || vector_of(i) < vectors) squares[0] += vector_sum(v);  // x beyond the row is 0, its deviation is not
   }
   row_sum(squares, scratch[1]);
   forget(h);
@@ -139,7 +138,7 @@ __device__ __forceinline__ void forward_row(const ForwardArgs<T, G>& a, Store& y
   }
 }
 
-// launch(rms, residual), both as types: kernels take them as template arguments.
+// Calls launch(rms, residual), both as types: kernels have them as template arguments.
 template <class Launch>
 void by_form(const Plan& plan, const ForwardTensors& t, const Launch& launch) {
   const auto with_residual = [&](auto rms) {

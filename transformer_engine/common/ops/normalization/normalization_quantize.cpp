@@ -1,4 +1,5 @@
-// normalization with its output in FP8, contract and CPU path: y is made as elsewhere and handed to the quantize room.
+// normalization with its output in FP8, contract and CPU path: y is computed as elsewhere and quantized by
+// ops/quantize.
 #include "core/device.h"
 #include "core/tensor.h"
 #include "ops/normalization/tensors.h"

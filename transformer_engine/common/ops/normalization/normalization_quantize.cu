@@ -1,10 +1,10 @@
-// normalization, CUDA: y in FP8 where it is made, as a producer of the quantize room's tiles. Tiles, scales and bytes
-// are that room's; rows and their statistics are normalization_forward.cuh's.
+// normalization, CUDA: y in FP8, as a producer of the tile kernel of ops/quantize. normalization_forward.cuh computes
+// rows and their statistics.
 //
-// In two launches h goes to memory and comes back: 10 bytes an element with a residual. In one, blocks take pieces of
-// work off a queue in which the rows of a band of 128 come some bands before its tiles, so that tiles find h in the L2
-// cache: 8 bytes. A piece waits for nothing but pieces before it, which other blocks have in hand, so that the queue
-// never stops, however many blocks run at a time.
+// With two launches h is written to memory and read back: 10 bytes an element with a residual. With one, blocks take
+// items of work off a queue in which the rows of a band of 128 precede its tiles by some bands, so that tiles find h in
+// the L2 cache: 8 bytes. An item waits for earlier items alone, which other blocks are processing, so that the queue
+// makes progress with any number of resident blocks.
 #include "ops/normalization/normalization_forward.cuh"
 
 namespace te::normalization::cuda {
@@ -75,7 +75,7 @@ struct Normalized {
 
 bool is_wide(const KnownTensors& t) {
   const bool aligned = aligned16(t.h) && aligned16(t.gamma) && aligned16(t.beta), divides = t.h.cols % kColumns == 0;
-  note_width(aligned, divides, "CUDA, quantized where it is made");
+  note_width(aligned, divides, "CUDA, quantized in the kernel");
   return aligned && divides;
 }
 
@@ -86,13 +86,13 @@ constexpr int kPiecesOfBand = int(kBand) / kRowsOfPiece;
 constexpr int kBlocksPerSm = 3;
 constexpr int kVectors = 4;  // of a thread
 
-// Bands between rows and their tiles: more than the pieces that 3 blocks on each of 132 SMs have in hand (of 32 + 4 to
-// 64 a band), and small beside the L2 cache (a band of 8192 bf16 columns is 2 MiB).
+// Bands between rows and their tiles: more than the items that 3 blocks on each of 132 SMs process at a time (32 + 4 to
+// 64 a band), and small compared to the L2 cache (a band of 8192 bf16 columns is 2 MiB).
 constexpr unsigned kLag = 8;
 
 struct Queue {
-  unsigned* next;  // the first piece that nobody has
-  unsigned* done;  // pieces of rows that are done, for each band
+  unsigned* next;  // the next free item
+  unsigned* done;  // completed row items of each band
   unsigned bands, lag, pieces_of_step, pieces;
   int lanes;  // threads of a row
 };
@@ -115,7 +115,7 @@ __device__ __forceinline__ void make_rows(const ForwardArgs<T, G>& a, const Queu
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // the block's rows before the count
+    __threadfence();  // orders the block's rows before the count
     atomicAdd(queue.done + band, 1u);
   }
 }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(quantize::kThreads, kBlocksPerSm)
   __shared__ float scratch[2][2][kWarp];
   __shared__ unsigned ticket;
   while (true) {
-    __syncthreads();  // the last piece's readers of what is shared
+    __syncthreads();  // for the readers of the last item's shared memory
     if (threadIdx.x == 0) ticket = atomicAdd(queue.next, 1u);
     __syncthreads();
     if (ticket >= queue.pieces) return;
@@ -167,7 +167,7 @@ void launch_once(const Plan& plan, const ForwardTensors& t, const te_quantize_pl
   check_launch(op);
 }
 
-// The threads of a row, or 0 where one launch does not do: there rows are laid over threads as in forward().
+// The threads of a row, or 0 if one launch is not possible: there rows have the layout of forward().
 int lanes_in_one_launch(const ForwardTensors& t, const te_quantize_plan& quantization, const te_quantized& out,
                         const te_tensor& workspace) {
   const int64_t vectors = t.x.cols / kColumns;

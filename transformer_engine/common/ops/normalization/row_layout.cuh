@@ -1,5 +1,5 @@
-// normalization, what its CUDA files share: how rows are laid over threads, and access to gamma. One row belongs to the
-// blockDim.x threads of one threadIdx.y; thread x of a row owns its vectors x, x + blockDim.x, ...
+// normalization, declarations that its CUDA files share: the layout of rows over threads, and access to gamma. One row
+// belongs to the blockDim.x threads of one threadIdx.y; thread x of a row owns its vectors x, x + blockDim.x, ...
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ struct Layout {
   int threads() const { return lanes * rows; }
 };
 
-// About per_thread items for each thread of a row, as row_sum wants it: narrow rows share a warp, wide ones have a
-// block.
+// About per_thread items for each thread of a row, in a shape that row_sum accepts: narrow rows share a warp, wide ones
+// have a block.
 inline Layout layout_for(int64_t items, int per_thread, int max_lanes) {
   constexpr int kNarrowBlock = 128;
   const int64_t wanted = std::min<int64_t>(max_lanes, (items + per_thread - 1) / per_thread);
@@ -38,7 +38,7 @@ inline unsigned blocks_for(int64_t rows, const Layout& layout, const char* op) {
   return unsigned(blocks);
 }
 
-// f(T{}, G{}) with the types of x and gamma.
+// Calls f(T{}, G{}) with the types of x and gamma.
 template <class F>
 void dispatch_types(const te_tensor& x, const te_tensor& gamma, const char* op, F&& f) {
   dispatch_float(x.dtype, op, "x", [&](auto t) {
@@ -59,8 +59,8 @@ struct Rows {
   __device__ __forceinline__ T* at(int64_t row) const { return data + row * pitch; }
 };
 
-// The same bits, of which the compiler knows nothing more: what was widened from them before is widened again, and not
-// kept in twice as many registers meanwhile.
+// The same bits, opaque to the compiler: values that were widened from them are widened again instead of being kept in
+// twice as many registers.
 template <class T, int N, int V>
 __device__ __forceinline__ void forget(Packed<T, N> (&x)[V]) {
 #pragma unroll
@@ -76,8 +76,8 @@ __device__ __forceinline__ void forget(Packed<T, N> (&x)[V]) {
   }
 }
 
-// y of one element; g is gamma with its shift. Rounded as written here in each kernel that makes a y, so that the
-// quantized y has the values of the plain one.
+// y of one element; g is gamma with its shift. All kernels that compute y round in this way, so that the quantized y
+// has the values of the plain one.
 __device__ __forceinline__ float normalized(float h, float mean, float rstd, float g) {
   return __fmul_rn(__fmul_rn(h - mean, rstd), g);
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ float normalized(float h, float mean, float rstd, flo
   return __fmaf_rn(__fmul_rn(h - mean, rstd), g, beta);
 }
 
-// Pairwise, so that a vector adds log2(N) roundings and not N.
+// Pairwise, so that a vector adds log2(N) roundings instead of N.
 template <int N>
 __device__ __forceinline__ float vector_sum(const float (&x)[N]) {
   if constexpr (N == 1) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ float vector_sum(const float (&x)[N]) {
   }
 }
 
-// Notes (te_note_path) which of a pass's two kernels runs, and why not the one that reads a row once.
+// Records (te_note_path) which of a pass's two kernels runs, and why not the one that reads a row once.
 inline void note_row_path(bool aligned, bool divides, bool held) {
   if (held || !aligned || !divides) return note_width(aligned, divides, "CUDA, each row read once, held on the chip");
   te_note_path("CUDA, one element at a time", "a row is longer than what the threads of a block hold");

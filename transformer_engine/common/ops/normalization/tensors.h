@@ -1,5 +1,5 @@
-// normalization, what its files share: the tensors of a call and how many parts the rows are cut into for the gradients
-// of gamma and beta. No formula is here.
+// normalization, declarations that its files share: the tensors of a call, and the number of parts of the rows for the
+// gradients of gamma and beta.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct ForwardTensors {
   te_tensor x, residual, gamma, beta, y, residual_out, mean, rstd;
 };
 
-// What makes y of statistics that are known.
+// The inputs of y with known statistics.
 struct KnownTensors {
   te_tensor h, mean, rstd, gamma, beta;
 
@@ -31,9 +31,9 @@ struct BackwardTensors {
 
 constexpr int64_t kMaxHidden = 65536;
 
-// The gradients of gamma and beta are summed within parts of the rows, then over the parts. Parts are blocks of the
-// CUDA path, which wants 512 threads of 32 elements at work on each of 132 SMs (Hopper's count; a constant, so that the
-// order of the sum does not follow the machine): fewer, bigger parts for wide rows.
+// The gradients of gamma and beta are summed within parts of the rows, then over the parts. A part is a block of the
+// CUDA path, which needs 512 threads of 32 elements on each of 132 SMs (the number of Hopper; a constant, so that the
+// order of the sum does not depend on the machine): fewer, larger parts for wide rows.
 constexpr int64_t kSms = 132;
 constexpr int64_t kThreadsPerSm = 512;
 
@@ -42,7 +42,7 @@ inline int64_t max_parts(int64_t rows, int64_t hidden) {
   return std::min(rows, parts);
 }
 
-// The argument's error, thrown.
+// Throw for a bad argument.
 void check_forward(const char* op, const Plan& plan, const ForwardTensors& t);
 void check_known(const char* op, Plan plan, const KnownTensors& t);
 void check_bytes(const char* op, const te_tensor& workspace, const te_tensor& x, int64_t bytes);
@@ -52,13 +52,13 @@ void forward(const Plan& plan, const ForwardTensors& t);
 void forward_known(const Plan& plan, const KnownTensors& t, const te_tensor& y);
 }  // namespace cpu
 
-// The rows that a block of scales spans, in which the fused forward goes from statistics to FP8.
+// The rows of a block of scales, within which the fused forward proceeds from statistics to FP8.
 constexpr int64_t kBand = 128;
 
 inline int64_t bands_of(int64_t rows) { return (rows + kBand - 1) / kBand; }
 
 namespace cuda {
-// Without y: into amax_parts, where these are present, the largest |y| of parts of the rows.
+// Without y: the largest |y| of parts of the rows, into amax_parts if present.
 void forward(const Plan& plan, const ForwardTensors& t, const te_tensor& amax_parts, te_stream stream);
 void quantize(const Plan& plan, const KnownTensors& t, const te_quantize_plan& quantize, const te_quantized& out,
               te_stream stream);

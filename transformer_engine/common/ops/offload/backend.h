@@ -1,5 +1,5 @@
-// What the room's machine asks of a device: streams, events, copies. The CPU answers with plain copies, CUDA
-// with asynchronous ones; the order of calls is the machine's.
+// The operations that offloading needs of a device: streams, events, copies. The CPU implements them by plain copies,
+// CUDA by asynchronous ones; machine.h determines the order of calls.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class Backend {
   virtual ~Backend() = default;
   virtual te_stream d2h() const = 0;
   virtual te_stream h2d() const = 0;
-  virtual uint64_t capture_of(te_stream stream) = 0;  // number of the capture that the stream takes part in, or 0
+  virtual uint64_t capture_of(te_stream stream) = 0;  // number of the capture that includes the stream, or 0
   virtual void* create_event() = 0;
   virtual void destroy_event(void* event) = 0;
   virtual void record(void* event, te_stream stream) = 0;

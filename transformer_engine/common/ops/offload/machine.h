@@ -1,5 +1,5 @@
-// The machine of a layer that leaves and comes back: its states, the host memory it takes, and which stream waits for
-// which. It moves no byte itself and knows no device: a Backend does.
+// The state machine of a layer that is offloaded and reloaded: its states, its host memory, and the waits between
+// streams. A Backend performs the copies.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@ using pinned::Arena;
 using pinned::Slot;
 
 constexpr size_t kPackBelow =
-    size_t(2) << 20;  // 40 us of the link; a copy's own overhead is about 2 (H200, 2026-11-20)
+    size_t(2) << 20;  // 40 us of the link; the overhead of a copy is about 2 (H200, 2026-11-20)
 
-// When something was enqueued, and in which capture. serial 0: never.
+// The time of an enqueued operation, and its capture. serial 0: never.
 struct Event {
   void* handle = nullptr;
   int64_t serial = 0;
@@ -55,7 +55,7 @@ class Engine {
     note({TE_OFFLOAD_STEP_RECORD, 0, stream, event.serial, nullptr, nullptr, 0});
   }
 
-  // Across two captures there is nothing to wait for: each joins what it forks, and their graphs run in order.
+  // No wait across two captures: each joins its own work, and their graphs run in order.
   void wait(te_offload_wait which, te_stream stream, const Event& event, uint64_t capture) {
     if (event.serial == 0 || event.capture != capture || (options_.left_out & which) != 0) return;
     backend_->wait(stream, event.handle);
@@ -166,7 +166,7 @@ class Layer {
   void start(const char* op, const te_offload_piece* pieces, const int64_t* marks, int64_t count, void* staging,
              te_stream stream) {
     want(op, TE_OFFLOAD_NOT_OFFLOADED);
-    if (!prepared_) throw Error(TE_RUNTIME_ERROR, concat(op, ": called before prepare; call that first."));
+    if (!prepared_) throw Error(TE_RUNTIME_ERROR, concat(op, ": called before prepare; call prepare first."));
     check_pieces(op, pieces, count, staging);
     capture_ = enter(stream);
     home_ = stream;
@@ -266,7 +266,7 @@ class Layer {
   void reset(te_stream stream) {
     enter(stream);
     give_up(stream);
-    if (home_ != stream) give_up(home_);  // its allocator hands the memory on, whichever stream a graph is dropped on
+    if (home_ != stream) give_up(home_);  // its allocator may reuse the memory, on whichever stream a graph is dropped
     if (reloaded_.capture == 0) settle(TE_OFFLOAD_WAIT_SLOT, engine_.backend().d2h(), reloaded_);
     if (!retain_ || capture_ != 0) drop_slot();
     retire_events();
@@ -276,7 +276,7 @@ class Layer {
   }
 
  private:
-  // `stream` may use the pieces' memory from here on.
+  // `stream` may use the pieces' memory from this call on.
   void give_up(te_stream stream) {
     if (state_ == TE_OFFLOAD_STARTED) settle(TE_OFFLOAD_WAIT_COPIED, stream, copied_);
     const bool waited = std::find(waited_.begin(), waited_.end(), stream) != waited_.end();
@@ -286,7 +286,7 @@ class Layer {
   void settle(te_offload_wait which, te_stream stream, const Event& event) {
     const uint64_t capture = engine_.backend().capture_of(stream);
     if (event.serial != 0 && event.capture == 0 && capture != 0) {
-      engine_.backend().wait_on_host(event.handle);  // no node can wait for what no graph holds
+      engine_.backend().wait_on_host(event.handle);  // a graph's node cannot wait for work outside of the graph
     } else {
       engine_.wait(which, stream, event, capture);
     }
@@ -300,17 +300,17 @@ class Layer {
   void want(const char* op, te_offload_state state) const {
     if (state_ == state) return;
     throw Error(TE_RUNTIME_ERROR, concat(op, ": the layer is in state '", te_offload_state_name(state_),
-                                         "', but this call wants '", te_offload_state_name(state), "'."));
+                                         "', but this call needs '", te_offload_state_name(state), "'."));
   }
 
-  // What a graph moves it moves at each replay; what was moved outside is no part of one.
+  // A graph repeats its copies at each replay; copies outside of it are not part of it.
   void want_same_kind(const char* op, te_stream stream) const {
     const bool capturing = engine_.backend().capture_of(stream) != 0;
     if (capturing == (capture_ != 0)) return;
-    throw Error(TE_RUNTIME_ERROR,
-                concat(op, ": the layer left ", capture_ != 0 ? "inside" : "outside",
-                       " of a CUDA graph's capture, and ", capturing ? "a capture is under way" : "none is under way",
-                       " now. Capture its forward and its backward, or neither."));
+    throw Error(TE_RUNTIME_ERROR, concat(op, ": the layer was offloaded ", capture_ != 0 ? "inside" : "outside",
+                                         " of a CUDA graph's capture, and ",
+                                         capturing ? "a capture is in progress" : "none is in progress",
+                                         " now. Capture its forward and its backward, or neither."));
   }
 
   void check_pieces(const char* op, const te_offload_piece* pieces, int64_t count, const void* staging) const {
@@ -340,7 +340,7 @@ class Layer {
     if (capture_ != 0) {
       engine_.keep_for_graphs(slot_);
     } else {
-      // Poison must not overtake the copies that still read or write the slot.
+      // Poison must not overtake copies that still read or write the slot.
       if (engine_.debug() && reloaded_.serial != 0) engine_.backend().wait_on_host(reloaded_.handle);
       if (engine_.debug() && copied_.serial != 0) engine_.backend().wait_on_host(copied_.handle);
       engine_.arena().give_back("te_offload_reset", slot_);
@@ -358,15 +358,15 @@ class Layer {
   const bool retain_;
   te_offload_state state_ = TE_OFFLOAD_NOT_OFFLOADED;
   bool prepared_ = false;
-  std::vector<size_t> pieces_, offsets_;  // sizes as prepared; where in the slot
-  std::vector<int64_t> packed_;           // the small ones, ascending; they lie at the slot's start
+  std::vector<size_t> pieces_, offsets_;  // sizes as prepared; offsets in the slot
+  std::vector<int64_t> packed_;           // the small ones, ascending, at the start of the slot
   size_t packed_bytes_ = 0;
   Slot slot_;
-  uint64_t capture_ = 0;  // that the copy out is part of
+  uint64_t capture_ = 0;  // of the copy out
   Event produced_, copied_, room_, reloaded_;
   std::vector<Event> marks_;
   std::vector<te_stream> waited_;
-  te_stream last_stream_ = nullptr, home_ = nullptr;  // home: of the call that started the copy
+  te_stream last_stream_ = nullptr, home_ = nullptr;  // home: the stream of the call that started the copy
 };
 
 }  // namespace te::offload

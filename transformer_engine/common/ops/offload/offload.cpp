@@ -1,4 +1,4 @@
-// offload, contract and CPU path (the specification): the same machine, whose copies are done when they are asked for.
+// offload, contract and CPU path (the specification): the same state machine with synchronous copies.
 #include "transformer_engine/offload.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ void copy(void* to, const void* from, size_t bytes) {
   });
 }
 
-// each(piece, its offset in packed form)
+// Calls each(piece, its offset in packed form).
 template <class Each>
 void for_packed(const te_offload_piece* pieces, int64_t count, Each&& each) {
   size_t offset = 0;
@@ -50,7 +50,7 @@ void unpack(const void* packed, const te_offload_piece* pieces, int64_t count) {
   });
 }
 
-// Streams are names: there is one order, the host's.
+// Streams are names alone, since all work runs in the order of the host.
 class HostBackend : public Backend {
  public:
   explicit HostBackend(te_stream stream) : stream_(stream) {}
@@ -103,7 +103,7 @@ std::unique_ptr<Backend> make_backend(const te_offload_options& options) {
 #endif
 }
 
-// body(engine or layer) under the engine's lock.
+// Runs body(engine or layer) under the engine's lock.
 template <class Body>
 te_status with_engine(const char* op, const te_offload_engine* engine, Body&& body) {
   return c_guard([&] {

@@ -10,10 +10,10 @@ namespace te::offload::cuda {
 
 namespace {
 
-constexpr int kThreads = 512;  // with two accesses each, the order that HBM takes best: 256 with four lose 4 %
+constexpr int kThreads = 512;  // with two accesses each, which is best for HBM: 256 with four lose 4 %
 constexpr int kUnroll = 2;
 constexpr int64_t kTile = int64_t(kThreads) * kUnroll * 16;
-constexpr int kMost = 96;  // pieces of one launch; they travel as kernel arguments, of which there are 4 KiB
+constexpr int kMost = 96;  // pieces of one launch, limited by the 4 KiB of kernel arguments
 
 struct Move {
   const unsigned char* from[kMost];
@@ -24,7 +24,7 @@ struct Move {
 };
 
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ Move move) {
-  int low = 0, high = move.count - 1;  // the last piece whose first tile is not behind this one
+  int low = 0, high = move.count - 1;  // the last piece whose first tile is at or before this one
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (move.first_tile[middle] <= int32_t(blockIdx.x)) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
   unsigned char* to = move.to[low] + first;
   const bool wide = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
   const int64_t vectors = wide ? bytes / 16 : 0;
-  if (vectors * 16 == kTile) {  // nearly always: nothing is asked of each access then
+  if (vectors * 16 == kTile) {  // the common case: no access needs a check
     Packed<unsigned char, 16> held[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i)

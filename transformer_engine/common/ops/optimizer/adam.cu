@@ -1,5 +1,5 @@
-// Adam, CUDA path: the lists that training uses most have kernels of their own, all others adam_any.cu's. Bound by
-// memory: 28 bytes a parameter in float32, 30 with a bfloat16 weight and its master, 28 with a remainder.
+// Adam, CUDA path: the types of lists that training uses most have their own kernels, all others use adam_any.cu.
+// Memory-bound: 28 bytes a parameter in float32, 30 with a bfloat16 weight and its master, 28 with a remainder.
 #include "ops/optimizer/adam.cuh"
 
 namespace te::optimizer::cuda {

@@ -1,5 +1,6 @@
-// Adam, the kernel: one chunk of one tensor a block, for lists whose types are known when compiled, or only then (Any).
-// Scaled states take two passes over their tensors: maxima of the new values first, then the values by the new scales.
+// The kernel of Adam: one chunk of one tensor for each block, for lists whose types are known at compile time, or at
+// run time (Any). Scaled states take two passes over their tensors: first the maxima of the new values, then the values
+// with the new scales.
 #pragma once
 
 #include "ops/optimizer/multi_tensor.cuh"
@@ -7,9 +8,9 @@
 
 namespace te::optimizer::cuda {
 
-struct Remainder {};  // as the type of the masters
+struct Remainder {};  // as the type of masters
 
-// Types of the gradient, the weight, both moments, the master (Absent: the weight is its own).
+// Types of the gradient, the weight, both moments, the master (Absent: the weight is updated itself).
 template <class G_, class P_, class M_, class W_>
 struct Types {
   using G = G_;
@@ -92,9 +93,9 @@ struct AdamBody {
   const L& launch;
   const int tensor;
   Adam adam;
-  float m_scale = 1.f, v_scale = 1.f, w_scale = 1.f;              // old ones
-  float new_m_scale = 1.f, new_v_scale = 1.f, new_w_scale = 1.f;  // where values are written
-  float m_max = 0.f, v_max = 0.f, w_max = 0.f;                    // this thread's; of FP8 weights w_max
+  float m_scale = 1.f, v_scale = 1.f, w_scale = 1.f;              // old scales
+  float new_m_scale = 1.f, new_v_scale = 1.f, new_w_scale = 1.f;  // for the written values
+  float m_max = 0.f, v_max = 0.f, w_max = 0.f;                    // of this thread; w_max of FP8 weights
 
   __device__ __forceinline__ AdamBody(const L& launch, int tensor)
       : launch(launch), tensor(tensor), adam(launch.adam) {}
@@ -110,7 +111,7 @@ struct AdamBody {
     }
   }
   __device__ __forceinline__ te_dtype master_dtype() const {
-    return master() == TE_MASTER_FLOAT32 ? TE_FLOAT32 : TE_FLOAT16;  // of a remainder the width alone counts
+    return master() == TE_MASTER_FLOAT32 ? TE_FLOAT32 : TE_FLOAT16;  // for a remainder only the width matters
   }
   __device__ __forceinline__ bool reads_weight() const {
     return master() == TE_MASTER_NONE || master() == TE_MASTER_REMAINDER;
@@ -146,7 +147,7 @@ struct AdamBody {
     return raw;
   }
 
-  // What lies on the device, once a block.
+  // Reads scalars on the device, once for each block.
   __device__ __forceinline__ bool begin() {
     if (launch.noop.is_set()) return false;
     adam.inv_scale = value_or(launch.inv_scale, 1.f);
@@ -202,7 +203,7 @@ struct AdamBody {
     }
   }
 
-  // Every thread of the block calls it.
+  // By all threads of the block.
   __device__ __forceinline__ void end(const Place& at) {
     __shared__ float scratch[kThreads / kWarp];
     if constexpr (kMeasure) {
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ 
   if (run_chunk(body, at, body.is_wide())) body.end(at);
 }
 
-// One launch, or as many as the tables take.
+// One launch, or as many as the tables need.
 template <class T, bool kMeasure, class ExtraOf>
 void launch_adam(const te_adam_plan& plan, Tensors tensors, int64_t count, ExtraOf&& extra, te_stream stream) {
   using L = AdamLaunch<T>;
@@ -360,7 +361,7 @@ void launch_adam(const te_adam_plan& plan, Tensors tensors, int64_t count, Extra
   });
 }
 
-// In adam_any.cu: every combination that has no kernel of its own.
+// In adam_any.cu: every combination without its own kernel.
 void adam_any(const te_adam_plan& plan, Tensors tensors, const te_adam_scales* scales, int64_t count, te_stream stream);
 
 }  // namespace te::optimizer::cuda

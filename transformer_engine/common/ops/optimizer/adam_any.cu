@@ -1,4 +1,4 @@
-// Adam, CUDA path of the lists whose types have no kernel of their own: scaled states, FP8 weights, float16, mixtures.
+// Adam, CUDA path of lists whose types have no kernel of their own: scaled states, FP8 weights, float16, mixtures.
 #include "ops/optimizer/adam.cuh"
 
 namespace te::optimizer::cuda {
@@ -19,7 +19,7 @@ __device__ void end_pair(float* pair, te_dtype dtype) {
   pair[1] = 0.f;
 }
 
-// A thread a tensor: the new scales take the place of the old ones, which every block has read by now.
+// A thread for each tensor: replaces the old scales by the new ones, after every block has read them.
 __global__ void __launch_bounds__(kThreads) end_scales_kernel(const __grid_constant__ Pairs pairs) {
   const int tensor = int(blockIdx.x * kThreads + threadIdx.x);
   if (tensor >= pairs.table.count || pairs.noop.is_set()) return;

@@ -1,5 +1,4 @@
-// Lists of the optimizer room as the CPU path walks them: chunks of floats, pieces that are cut by sizes, flags,
-// maxima. No formula is here. Host only.
+// Lists of tensors on the CPU path: chunks of floats, division of work by sizes, flags, maxima. Host only.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +31,7 @@ void narrow_fp8(uint8_t* target, const float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) target[i] = uint8_t(quantize::to_fp8<kE5m2>(values[i]));
 }
 
-// Where n floats of a list are, to read and write: fp32 in place, others widened into `buffer`.
+// The n floats of a list, to read and write: fp32 in place, others widened into `buffer`.
 inline float* open(void* data, te_dtype dtype, int64_t offset, float* buffer, int64_t n) {
   char* source = at(data, dtype, offset);
   if (dtype == TE_FLOAT32) return reinterpret_cast<float*>(source);
@@ -70,9 +69,9 @@ inline void round_to(te_dtype dtype, float* values, int64_t n) {
   }
 }
 
-// ---- maxima, which have no order ----
+// ---- maxima, which do not depend on order ----
 
-// As integers, which have the order of the floats and are vectorised; NaN as 0.
+// Compared as integers, which is vectorised; NaN as 0.
 inline float amax_of(const float* x, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -83,17 +82,17 @@ inline float amax_of(const float* x, int64_t n) {
 }
 
 inline void raise(float* place, float amax) {
-  std::atomic_ref<float> there(*place);
-  float held = there.load(std::memory_order_relaxed);
-  while (!(held >= amax) && !there.compare_exchange_weak(held, amax, std::memory_order_relaxed)) {
+  std::atomic_ref<float> shared(*place);
+  float held = shared.load(std::memory_order_relaxed);
+  while (!(held >= amax) && !shared.compare_exchange_weak(held, amax, std::memory_order_relaxed)) {
   }
 }
 
-// ---- how lists are cut: by their sizes, never by threads ----
+// ---- division of lists: by their sizes, never by threads ----
 
 constexpr int64_t kBlockElements = 16384;
 
-// body(tensor, first, n) for pieces of at most kBlockElements; small tensors share a block.
+// Calls body(tensor, first, n) for pieces of at most kBlockElements; small tensors share a block.
 template <class Body>
 void for_pieces(Tensors tensors, int64_t count, Body&& body) {
   struct Start {

@@ -1,5 +1,5 @@
-// Many tensors in one launch: the table of their memory travels as a kernel argument, blocks take chunks of one tensor
-// each. Also lists of elements whose type is known when compiled, or only then. What is done to them is the kernels'.
+// Many tensors in one launch: the table of their memory is a kernel argument, and each block processes a chunk of one
+// tensor. Also lists of elements whose type is known at compile time, or at run time.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ namespace te::optimizer::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 4;  // elements of an access: 16 bytes of float32
-constexpr int kUnroll = 2;  // accesses to each list that a thread has under way: 8 and more of 16 bytes in all
+constexpr int kUnroll = 2;  // accesses to each list that a thread has in flight: at least 8 of 16 bytes in all
 constexpr int kChunk = kThreads * kVector * kUnroll;
-constexpr int kArgumentBytes = 32764;  // of a kernel, since CUDA 12.1
+constexpr int kArgumentBytes = 32764;  // limit of kernel arguments since CUDA 12.1
 
 // ---- the table ----
 
 struct Nothing {};
 
-// kOther: bytes of the launch's other arguments. Extra: what tensors have beside their lists.
+// kOther: bytes of the launch's other arguments. Extra: data of a tensor other than its lists.
 template <int kLists, class Extra = Nothing, int kOther = 256>
 struct Table {
   static constexpr int kLength = kLists;
@@ -46,7 +46,7 @@ struct Place {
 
 template <class T>
 __device__ __forceinline__ Place place_of(const T& table, int64_t chunk_elements) {
-  int low = 0, high = table.count - 1;  // the last tensor whose first chunk is not behind this one
+  int low = 0, high = table.count - 1;  // the last tensor whose first chunk is at or before this one
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (table.first_chunk[middle] <= int32_t(blockIdx.x)) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ Place place_of(const T& table, int64_t chunk_elements
   return {low, first, int(min(chunk_elements, table.numel[low] - first))};
 }
 
-// Fills launch.table as often as it takes, and calls go(launch, blocks) each time. extra(i): of tensor i.
+// Fills launch.table as often as needed, and calls go(launch, blocks) each time. extra(i): the Extra of tensor i.
 template <class Launch, class ExtraOf, class Go>
 void for_tables(const char* op, Launch& launch, Tensors tensors, int64_t count, int64_t chunk_elements, ExtraOf&& extra,
                 Go&& go) {
@@ -73,7 +73,10 @@ void for_tables(const char* op, Launch& launch, Tensors tensors, int64_t count, 
       if (t.numel == 0) continue;
       const int64_t more = (t.numel + chunk_elements - 1) / chunk_elements;
       if (chunks + more > INT32_MAX) {
-        if (chunks == 0) throw Error(TE_NOT_IMPLEMENTED, concat(op, ": a tensor of ", t.numel, " elements."));
+        if (chunks == 0) {
+          throw Error(TE_NOT_IMPLEMENTED, concat(op, ": a tensor of ", t.numel, " elements, wanted at most ",
+                                                 int64_t(INT32_MAX) * chunk_elements, "."));
+        }
         break;
       }
       const int at = table.count++;
@@ -106,7 +109,7 @@ struct Flag {
     const uint32_t bits = *static_cast<const uint32_t*>(data);
     return (is_float ? bits & 0x7fffffffu : bits) != 0;
   }
-  __device__ __forceinline__ void set() const {  // by many blocks, to the same bits
+  __device__ __forceinline__ void set() const {  // by many blocks, with the same bits
     if (data != nullptr) *static_cast<uint32_t*>(data) = is_float ? 0x3f800000u : 1u;
   }
 };
@@ -115,8 +118,8 @@ inline const float* floats_at(const te_tensor& t) { return static_cast<const flo
 
 __device__ __forceinline__ float value_or(const float* p, float otherwise) { return p == nullptr ? otherwise : *p; }
 
-// The largest of the threads' x >= 0, in thread 0; maxima have no order. A barrier stands between two calls' use of
-// `scratch`.
+// The largest of the threads' x >= 0, in thread 0; maxima do not depend on order. Two calls need a barrier between
+// their uses of `scratch`.
 __device__ __forceinline__ float block_max(float x, float (&scratch)[kThreads / kWarp]) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -130,17 +133,17 @@ __device__ __forceinline__ float block_max(float x, float (&scratch)[kThreads / 
   return x;
 }
 
-// Floats >= 0 have the order of their bits as integers.
+// Floats >= 0 compare like their bits as integers.
 __device__ __forceinline__ void raise(float* place, float amax) {
   if (amax > 0.f) atomicMax(reinterpret_cast<int*>(place), __float_as_int(amax));
 }
 
 // ---- lists ----
 
-struct Any {};     // the type is the launch's
-struct Absent {};  // there is no such list
+struct Any {};     // the type is a run-time value of the launch
+struct Absent {};  // the list does not exist
 
-// Elements [i, i + N) of a list, as they lie in memory and as floats.
+// Elements [i, i + N) of a list, in their memory format and as floats.
 template <class T>
 struct List {
   template <int N>
@@ -229,7 +232,7 @@ struct List<Any> {
     }
   }
 
-  // The 16-bit patterns of a list that holds no floats.
+  // The 16-bit patterns of a list of integers.
   template <int N>
   static __device__ __forceinline__ Packed<bf16, N> bits16(const Raw<N>& raw) {
     return as<bf16>(raw);
@@ -260,8 +263,8 @@ struct List<Any> {
 
 // ---- a block's chunk ----
 
-// body: Raw<N> load<N>(i), then begin(), false where nothing is to be done, then finish<N>(raw, i). The loads of a
-// whole chunk are all under way before begin() waits for anything.
+// body: Raw<N> load<N>(i), then begin(), which returns false to stop, then finish<N>(raw, i). All loads of a chunk are
+// in flight before begin() waits.
 template <class Body>
 __device__ __forceinline__ bool run_chunk(Body& body, const Place& at, bool wide) {
   const int thread = int(threadIdx.x);

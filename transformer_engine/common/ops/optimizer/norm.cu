@@ -1,5 +1,5 @@
-// optimizer, CUDA path of norms: a block sums the squares of one chunk in double, then one block adds up all chunks,
-// and one each those of a tensor. Every order is fixed by sizes, and the same at any address.
+// optimizer, CUDA path of norms: a block sums the squares of one chunk in double, then one block adds all chunks, and
+// one block for each tensor its chunks. Every order depends on sizes alone, at any address.
 #include <cmath>
 
 #include "ops/optimizer/multi_tensor.cuh"
@@ -9,9 +9,9 @@ namespace te::optimizer::cuda {
 
 namespace {
 
-constexpr int kLoads = 8;  // of 16 bytes, under way at once
+constexpr int kLoads = 8;  // of 16 bytes, in flight at once
 
-// The sum of the threads' x, in thread 0; all threads call it.
+// The sum of the threads' x, in thread 0; by all threads.
 template <int kBlock>
 __device__ __forceinline__ double block_sum(double x) {
   __shared__ double scratch[kBlock / kWarp];
@@ -33,7 +33,7 @@ struct SumsLaunch {
   Table<1> table;
 };
 
-// Thread t takes elements [(k * kThreads + t) * N, + N) for k = 0, 1, ..., however they are loaded.
+// Thread t sums elements [(k * kThreads + t) * N, + N) for k = 0, 1, ..., for any width of access.
 template <class T>
 __global__ void __launch_bounds__(kThreads) square_sums_kernel(const __grid_constant__ SumsLaunch launch) {
   constexpr int N = kVec<T>, kStep = kThreads * N;

@@ -43,7 +43,7 @@ void check_lists(const char* op, Tensors tensors, int64_t count, int32_t device,
     int list = 0;
     for (const List& wanted : lists) {
       if (wanted.present && t.numel > 0 && t.data[list] == nullptr) {
-        bad_argument(op, wanted.name, concat("NULL in tensor ", i), "its memory");
+        bad_argument(op, wanted.name, concat("NULL in tensor ", i), "its address");
       }
       ++list;
     }
@@ -121,12 +121,12 @@ void check_adam(const char* op, const te_adam_plan& plan, Tensors tensors, const
 
 }  // namespace te::optimizer
 
-// What TE_ON_DEVICE_OF reads.
-#define TE_ON_DEVICE(op, ordinal, cpu_call, cuda_call) \
-  do {                                                 \
-    te_tensor there{};                                 \
-    there.device = ordinal;                            \
-    TE_ON_DEVICE_OF(op, there, cpu_call, cuda_call);   \
+// The tensor for TE_ON_DEVICE_OF.
+#define TE_ON_DEVICE(op, ordinal, cpu_call, cuda_call)   \
+  do {                                                   \
+    te_tensor on_device{};                               \
+    on_device.device = ordinal;                          \
+    TE_ON_DEVICE_OF(op, on_device, cpu_call, cuda_call); \
   } while (0)
 
 extern "C" {

@@ -1,5 +1,5 @@
-// optimizer, CUDA path of what is smaller than Adam: SGD, scaling, FP8 scales from amaxes, the step's count. Lists of
-// any float types, one kernel each.
+// optimizer, CUDA path of the ops other than Adam: SGD, scaling, FP8 scales from amaxes, the step count. One kernel
+// each for lists of any float types.
 #include "ops/optimizer/multi_tensor.cuh"
 #include "ops/optimizer/optimizer_math.h"
 
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
   if (!body.finite) launch.noop.set();
 }
 
-// ---- small ones ----
+// ---- scales and the step count ----
 
 struct ScalesLaunch {
   float max_fp8, epsilon;

@@ -1,5 +1,5 @@
-// optimizer, the CPU path (the specification) of what is smaller than Adam: SGD, scaling, norms, FP8 scales. Formulas
-// are in optimizer_math.h; arguments have been checked.
+// optimizer, CPU path (the specification) of the ops other than Adam: SGD, scaling, norms, FP8 scales. Formulas are in
+// optimizer_math.h; arguments have been checked.
 #include <algorithm>
 #include <cmath>
 

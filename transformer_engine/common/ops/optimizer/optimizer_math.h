@@ -1,6 +1,6 @@
 // The formulas of transformer_engine/optimizer.h for one element, shared by the CPU and the CUDA path so that they give
-// the same bits. Every multiply-add is spelled out as fma, for a compiler that fuses by itself does so differently on
-// host and device; no product here meets a sum without one.
+// the same bits. Every multiply-add is an explicit fma, since compilers contract differently on host and device; no
+// other product is added to a sum.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@ namespace te::optimizer {
 
 // ---- Adam ----
 
-// A product that no compiler may fuse with the sum it goes into.
+// A product that the compiler cannot contract with a sum.
 TE_HOST_DEVICE double product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);
@@ -22,7 +22,7 @@ TE_HOST_DEVICE double product(double a, double b) {
 #endif
 }
 
-// base^n for n >= 0, by squaring: host and device make the same roundings.
+// base^n for n >= 0, by squaring: host and device round alike.
 TE_HOST_DEVICE double power(double base, int64_t n) {
   double result = 1.0;
   for (; n > 0; n >>= 1) {
@@ -58,7 +58,7 @@ struct Adam {
 template <bool kDecoupled>
 TE_HOST_DEVICE void adam_step(const Adam& a, float g, float& p, float& m, float& v) {
   g = g * a.clip;
-  if (!kDecoupled && a.weight_decay != 0.f) g = fmaf(a.weight_decay, p, g);  // 0 times Inf is none of its business
+  if (!kDecoupled && a.weight_decay != 0.f) g = fmaf(a.weight_decay, p, g);  // skips 0 * Inf
   m = fmaf(a.beta1, m, a.beta1_rest * g);
   v = fmaf(a.beta2, v, a.beta2_rest * g * g);
   float u = (m * a.m_correction) / (sqrtf(v * a.v_correction) + a.eps);
@@ -79,16 +79,17 @@ TE_HOST_DEVICE float state_scale(float amax, float range) {
   return scale < FLT_MIN ? FLT_MIN : scale;
 }
 
-// The smallest magnitude beside 0 that a scaled state holds.
+// The smallest nonzero magnitude of a scaled state.
 TE_HOST_DEVICE float least_of(te_dtype dtype) { return dtype == TE_FLOAT16 ? 0x1p-24f : 0x1p-9f; }
 
-// A second moment as it is kept. None but 0 becomes 0: its m would be divided by eps then, a step of m / eps times lr.
+// A second moment as it is stored. A nonzero one never becomes 0: m would then be divided by eps alone, a step of lr *
+// m / eps.
 TE_HOST_DEVICE float scaled_second(float v, float scale, float least) {
   const float kept = v / scale;
   return v > 0.f && kept < least ? least : kept;
 }
 
-// A float32 master whose high half, rounded, is the bfloat16 weight, and whose low half is kept beside it.
+// A float32 master whose rounded high half is the bfloat16 weight, and whose low half is stored separately.
 struct Halves {
   uint16_t weight;
   int16_t remainder;
@@ -99,7 +100,7 @@ TE_HOST_DEVICE float joined(uint16_t weight, int16_t remainder) {
   return detail::float_of((high << 16) | uint16_t(remainder));
 }
 
-// A NaN becomes the quiet one without a remainder: rounding others up would make them -0.
+// A NaN becomes the quiet one with a remainder of 0: rounding other NaNs up would give -0.
 TE_HOST_DEVICE Halves halves_of(float master) {
   const uint32_t given = detail::bits_of(master);
   const bool is_nan = (given & 0x7fffffffu) > 0x7f800000u;

@@ -1,5 +1,5 @@
-// What the walls of the optimizer room share: the two paths behind each entry point, whose arguments have been checked,
-// and how a plan is read. No arithmetic.
+// Declarations that the files of the optimizer op share: the two paths of each entry point, with checked arguments, and
+// properties of a plan.
 #pragma once
 
 #include "core/tensor.h"

@@ -1,5 +1,5 @@
-// One tile of values, held by the threads of a block as tile.cuh says, into FP8: amaxes, scales, bytes in both
-// directions, partial column sums. Every thread of the block calls what is here.
+// Converts one tile of values, held by the threads of a block in the layout of tile.cuh, to FP8: amaxes, scales, bytes
+// in both directions, partial column sums. All functions are called by every thread of the block.
 #pragma once
 
 #include "ops/quantize/fp8.h"
@@ -8,11 +8,11 @@
 
 namespace te::quantize {
 
-// Where one output of a producer goes: a te_quantized, its plan, and the column of it that the output starts at.
+// The destination of one output of a producer: a te_quantized, its plan, and the column at which the output starts.
 struct Dest {
-  int64_t rows, cols;  // of the whole matrix
+  int64_t rows, cols;  // of the full matrix
   int64_t first_col;   // a multiple of kTile
-  int64_t limit;       // of the output's columns, where another output begins; none for the last
+  int64_t limit;       // the column at which the next output begins; none for the last
   te_scaling scaling;
   bool e5m2, pow_2_scales;
   float amax_epsilon, max;
@@ -55,7 +55,7 @@ struct Dest {
   }
 };
 
-// A thread's place: which tile, and where its 8 x 8 elements lie in it.
+// A thread's position: its tile, and its 8 x 8 elements in the tile.
 struct Place {
   int64_t tile_row, tile_col;
   int group_row, group_col;  // of 16 x 16 groups of 8 x 8 elements
@@ -68,8 +68,8 @@ struct Place {
 
 struct Shared {
   union {
-    uint2 bytes[kTile][kTile / 8];  // the tile's bytes, transposed: 8 rows of a column a word, see put_transposed
-    float columns[kWarps][kTile];   // what each warp found for a column
+    uint2 bytes[kTile][kTile / 8];  // the tile's bytes, transposed: a word has 8 rows of a column, see put_transposed
+    float columns[kWarps][kTile];   // results of each warp for each column
   };
   float scales[kTile];
   uint32_t largest[kWarps];
@@ -77,7 +77,7 @@ struct Shared {
 
 // ---- over the block ----
 
-// The largest of all threads' x >= 0, for all of them. One barrier: a second call needs another before it.
+// The largest of all threads' x >= 0, for all of them. One barrier; two calls need another one between them.
 __device__ __forceinline__ float block_max(float x, Shared& shared) {
   const uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));  // as integers: the same order
   if (threadIdx.x % kWarp == 0) shared.largest[threadIdx.x / kWarp] = warp;
@@ -88,7 +88,7 @@ __device__ __forceinline__ float block_max(float x, Shared& shared) {
   return __uint_as_float(largest);
 }
 
-// What each warp found for its 128 columns, as 8 floats of each of its first 16 threads.
+// The results of each warp for its 128 columns, as 8 floats of each of its first 16 threads.
 __device__ __forceinline__ void put_columns(const float (&x)[kColumns], Shared& shared) {
   if (threadIdx.x % kWarp >= 16) return;
   float4* target = reinterpret_cast<float4*>(&shared.columns[threadIdx.x / kWarp][threadIdx.x % 16 * kColumns]);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void put_columns(const float (&x)[kColumns], Shared& 
 
 __device__ __forceinline__ int within_tile(int64_t n) { return n < 0 ? 0 : n > kTile ? kTile : int(n); }
 
-// The rows of a thread: their place in the rowwise data, and how many there are.
+// The rows of a thread: their address in the rowwise data, and their number.
 struct RowTarget {
   uint8_t* data;
   int64_t pitch;
@@ -114,14 +114,14 @@ struct RowTarget {
   __device__ __forceinline__ void put(int i, uint2 bytes) const { store_if(i < rows, data + i * pitch, bytes); }
 };
 
-// A thread's 8 bytes of its column j. Where they lie within the column is swapped around by the thread's columns, or
-// the 16 threads of a row would all meet in one bank; the 16-byte halves of put_columnwise stay together.
+// A thread's 8 bytes of its column j. Their place within the column is permuted by the thread's columns, or the 16
+// threads of a row would all access one bank; the 16-byte halves of put_columnwise stay together.
 __device__ __forceinline__ void put_transposed(const Place& at, int j, uint2 bytes, Shared& shared) {
   shared.bytes[at.group_col * kColumns + j][at.group_row ^ at.group_col] = bytes;
 }
 
-// 32 columns a turn, 8 threads each. The two halves of a piece are swapped in every second group of 8 columns, which is
-// every second pair of warps.
+// 32 columns at a time, 8 threads each. The two halves of a piece are swapped in every second group of 8 columns, which
+// is every second pair of warps.
 template <bool kSwapped>
 __device__ __forceinline__ void put_pieces(uint8_t* target, int64_t pitch, int columns, const Shared& shared) {
   const unsigned tid = threadIdx.x;
@@ -186,7 +186,7 @@ __device__ __forceinline__ uint2 row_bytes(const Vector<T>& values, float s) {
 
 // ---- tiles ----
 
-// In the order of the CPU path: 4 rows, neighbours, neighbours of these, then the warps' results.
+// In the order of the CPU path: 4 rows, neighbours, neighbours of these, then the results of the warps.
 template <class T>
 __device__ __forceinline__ void emit_column_sums(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                                  Shared& shared) {
@@ -218,20 +218,21 @@ __device__ __forceinline__ void emit_column_sums(const Dest& dest, const Vector<
 
 template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_rowwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at) {
-  const float mine = dest.scale_for(row_maxima<T>(values));
+  const float row_scale = dest.scale_for(row_maxima<T>(values));
   const int64_t own = at.row() + row_of_lane(threadIdx.x);
   if (threadIdx.x % 2 == 0) {
-    put_scale(dest.rowwise_scale_inv, dest.first_col / kTile + at.tile_col, own, own < dest.rows ? 1.f / mine : 0.f);
+    put_scale(dest.rowwise_scale_inv, dest.first_col / kTile + at.tile_col, own,
+              own < dest.rows ? 1.f / row_scale : 0.f);
   }
   const RowTarget target(dest, at);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const float s = __shfl_sync(0xffffffffu, mine, (threadIdx.x & 16) | lane_of_row(i));
+    const float s = __shfl_sync(0xffffffffu, row_scale, (threadIdx.x & 16) | lane_of_row(i));
     target.put(i, row_bytes<kE5m2, T>(values[i], s));
   }
 }
 
-// What the block has to know of the columns, into shared memory.
+// The block's column maxima, into shared memory.
 template <class T>
 __device__ __forceinline__ void put_column_maxima(const Vector<T> (&values)[kRows], Shared& shared) {
   Vector<T> largest = values[0];
@@ -248,7 +249,7 @@ __device__ __forceinline__ void put_column_maxima(const Vector<T> (&values)[kRow
   put_columns(maxima, shared);
 }
 
-// After put_column_maxima. There is a barrier before anything is read.
+// After put_column_maxima. A barrier precedes every read.
 template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_columnwise_1d(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                                    Shared& shared) {
@@ -292,7 +293,8 @@ __device__ __forceinline__ float tile_amax(const Vector<T> (&values)[kRows], Sha
   return block_max(largest_of<T>(largest), shared);
 }
 
-// Per-tensor: the scale, from where the plan says; the first tile's first thread leaves what belongs to the tensor.
+// Per-tensor: the scale, from the source that the plan has; the first thread of the first tile writes the outputs of
+// the tensor.
 template <class T>
 __device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                               Shared& shared) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ float tensor_scale(const Dest& dest, const Vector<T> 
     scale = *dest.scale;
     if (dest.amax != nullptr) {
       amax = tile_amax<T>(values, shared);
-      // Not less than what is there already: most tiles need no atomic. Non-negative floats have integers' order.
+      // Skipped if the value is already as large: most tiles need no atomic. Non-negative floats compare like integers.
       auto* target = reinterpret_cast<unsigned*>(dest.amax);
       if (threadIdx.x == 0 && __float_as_uint(amax) > *static_cast<volatile unsigned*>(target)) {
         atomicMax(target, __float_as_uint(amax));
@@ -329,7 +331,7 @@ __device__ __forceinline__ float block_2d_scale(const Dest& dest, const Vector<T
   const float scale = dest.scale_for(tile_amax<T>(values, shared));
   const int64_t row = at.tile_row, col = dest.first_col / kTile + at.tile_col;
   const int64_t rows = blocks_of(dest.rows), cols = blocks_of(dest.cols);
-  if (threadIdx.x < 4) {  // the block's own scale, and up to three of padding behind the last
+  if (threadIdx.x < 4) {  // the block's scale, and up to three of padding after the last
     const float value = threadIdx.x == 0 ? 1.f / scale : 0.f;
     const int64_t shift = threadIdx.x;
     if (col < cols && (shift == 0 || col == cols - 1)) put_scale(dest.rowwise_scale_inv, row, col + shift, value);
@@ -358,7 +360,7 @@ template <bool kE5m2, class T>
 __device__ __forceinline__ void emit_as(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                         Shared& shared) {
   if (dest.scaling == TE_SCALING_BLOCK_1D) {
-    if (dest.columnwise != nullptr) put_column_maxima<T>(values, shared);  // the barrier for it comes after the rows
+    if (dest.columnwise != nullptr) put_column_maxima<T>(values, shared);  // the barrier for it follows the rows
     if (dest.rowwise != nullptr) emit_rowwise_1d<kE5m2, T>(dest, values, at);
     if (dest.columnwise != nullptr) emit_columnwise_1d<kE5m2, T>(dest, values, at, shared);
   } else {
@@ -371,7 +373,7 @@ __device__ __forceinline__ void emit_as(const Dest& dest, const Vector<T> (&valu
 template <class T>
 __device__ __forceinline__ void emit(const Dest& dest, const Vector<T> (&values)[kRows], const Place& at,
                                      Shared& shared) {
-  if (dest.first_col + at.tile_col * kTile >= dest.limit) return;  // for the whole block
+  if (dest.first_col + at.tile_col * kTile >= dest.limit) return;  // uniform in the block
   if (dest.column_sums.data != nullptr) emit_column_sums<T>(dest, values, at, shared);
   if (dest.e5m2) {
     emit_as<true, T>(dest, values, at, shared);

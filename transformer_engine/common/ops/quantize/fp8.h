@@ -1,5 +1,5 @@
-// FP8 formats, as host and device compute them alike: conversion of values that are saturated first, and scales made
-// from amaxes. NaN becomes 0x7f on both. No memory is touched.
+// FP8 formats on host and device alike: conversion of saturated values, and scales from amaxes. NaN becomes 0x7f on
+// both.
 #pragma once
 
 #include <cfloat>
@@ -34,7 +34,7 @@ struct Format<true> {                                                          /
 
 TE_HOST_DEVICE float fp8_max(bool is_e5m2) { return is_e5m2 ? kFp8Max<e5m2> : kFp8Max<e4m3>; }
 
-// The host's fp8(clamp(x, -max, max)), to nearest even: without branches, so that loops over it are vectorised.
+// The host's fp8(clamp(x, -max, max)), to nearest even, without branches, so that loops over it are vectorised.
 template <bool kE5m2>
 inline uint32_t to_fp8(float x) {
   using F = Format<kE5m2>;
@@ -42,7 +42,8 @@ inline uint32_t to_fp8(float x) {
   const uint32_t a = magnitude < F::kMaxBits ? magnitude : F::kMaxBits;
   const uint32_t half = (1u << (F::kDropped - 1)) - 1 + ((a >> F::kDropped) & 1u);
   const uint32_t normal = ((a + half) >> F::kDropped) - F::kRebias;
-  // Float addition does the rounding; a value that rounds up to the least normal one gets its code all by itself.
+  // Float addition rounds; a value that rounds up to the smallest normal one gets the right code without a special
+  // case.
   const uint32_t subnormal = detail::bits_of(detail::float_of(a) + F::kSubnormal) - detail::bits_of(F::kSubnormal);
   const uint32_t rounded = (a < F::kMinNormal ? subnormal : normal) | ((bits >> 24) & 0x80u);
   return magnitude > 0x7f800000u ? 0x7fu : rounded;
@@ -65,7 +66,8 @@ TE_HOST_DEVICE float scale_of(float amax, float amax_epsilon, float max, bool po
   return pow_2 ? drop_mantissa(scale) : scale;
 }
 
-// Delayed scaling; `old` is kept where the amax says nothing. What a margin makes too small stays a normal number.
+// Delayed scaling; `old` is kept if the amax is 0, Inf or NaN. A scale that the margin would make subnormal stays
+// normal.
 TE_HOST_DEVICE float updated_scale(float old, float amax, float max, int margin, bool pow_2) {
   if (makes_no_scale(amax)) return old;
   const float scale = ldexpf(max / amax, -margin);
@@ -75,7 +77,7 @@ TE_HOST_DEVICE float updated_scale(float old, float amax, float max, int margin,
 
 #if defined(__CUDACC__)
 
-// Four values to four bytes, the first lowest, by the hardware's instruction for two.
+// Converts four values to four bytes, the first lowest, by the hardware's instruction for two.
 template <bool kE5m2>
 __device__ __forceinline__ uint32_t to_fp8_word(float a, float b, float c, float d) {
   uint32_t word;

@@ -1,4 +1,4 @@
-// grouped quantize, contract and CPU path (the specification): te_quantize's own loop over each panel of each group.
+// grouped quantize, contract and CPU path (the specification): the loop of te_quantize over each panel of each group.
 #include "transformer_engine/grouped_quantize.h"
 
 #include <algorithm>
@@ -63,7 +63,7 @@ void check_panels(const te_grouped_quantize_problem& p) {
   }
   check_data("panels", p.panels, p.x);
   const bool tensor = p.scaling == TE_SCALING_TENSOR;
-  const int64_t down = cols > 0 ? panels : p.panels_scale_inv.rows;  // without columns nobody knows P
+  const int64_t down = cols > 0 ? panels : p.panels_scale_inv.rows;  // without columns P is not known
   check_floats(kOp, "panels_scale_inv", p.panels_scale_inv, tensor ? 1 : down, tensor ? p.groups : up(cols, 4),
                p.x.device);
 }
@@ -71,8 +71,8 @@ void check_panels(const te_grouped_quantize_problem& p) {
 void check_scales(const te_grouped_quantize_problem& p) {
   const bool given = p.scales != nullptr, parts = !is_absent(p.amax_parts);
   if (p.scaling != TE_SCALING_TENSOR) {
-    const auto refuse = [](const char* argument, bool there) {
-      if (there) bad_argument(kOp, argument, "given", "NULL: block scaling makes its own scales");
+    const auto refuse = [](const char* argument, bool given) {
+      if (given) bad_argument(kOp, argument, "given", "NULL: block scaling makes its own scales");
     };
     refuse("scales", given);
     refuse("amax_parts", parts);
@@ -120,8 +120,8 @@ void check(const te_grouped_quantize_problem& p) {
   if (!rowwise && !panels && p.x.rows * p.x.cols != 0) {
     bad_argument(kOp, "rowwise", "absent, as is panels", "one of them, or both");
   }
-  const auto refuse = [](const char* argument, bool there, bool given) {
-    if (!there && given) bad_argument(kOp, argument, "given", "NULL without the data that it belongs to");
+  const auto refuse = [](const char* argument, bool is_present, bool given) {
+    if (!is_present && given) bad_argument(kOp, argument, "given", "NULL without the data that it belongs to");
   };
   refuse("rowwise_scale_inv", rowwise, p.rowwise_scale_inv.data != nullptr);
   refuse("panels_scale_inv", panels, p.panels_scale_inv.data != nullptr);
@@ -157,7 +157,7 @@ te_quantized part_of(const te_grouped_quantize_problem& p, int32_t g, int64_t pa
     out.columnwise = rows_of(p.panels, panel * p.x.cols, (panel + 1) * p.x.cols);
     out.columnwise.cols = rows;
   }
-  if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is asked where there is no rowwise memory
+  if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is read if rowwise is absent
   if (p.scaling == TE_SCALING_TENSOR) {
     out.rowwise_scale_inv = scale_at(p.rowwise_scale_inv, g);
     out.columnwise_scale_inv = scale_at(p.panels_scale_inv, g);
@@ -165,13 +165,13 @@ te_quantized part_of(const te_grouped_quantize_problem& p, int32_t g, int64_t pa
   }
   if (out.rowwise_scale_inv.data != nullptr) {
     out.rowwise_scale_inv.data = row_ptr<float>(p.rowwise_scale_inv, 0) + first;
-    out.rowwise_scale_inv.cols = rows;  // nothing behind them: there the next group begins
+    out.rowwise_scale_inv.cols = rows;  // no padding: the next group follows
   }
   out.columnwise_scale_inv = rows_of(p.panels_scale_inv, panel, panel + (p.panels_scale_inv.data == nullptr ? 0 : 1));
   return out;
 }
 
-// Returns how many panels the group has.
+// Returns the group's number of panels.
 int64_t run_group(const te_grouped_quantize_problem& p, int32_t g, int64_t panel) {
   const int64_t first = p.offsets[g], last = p.offsets[g + 1];
   te_quantize_plan plan{kAbsent, kAbsent, kAbsent, kAbsent, kAbsent, p.pow_2_scales, p.amax_epsilon};
@@ -188,7 +188,7 @@ int64_t run_group(const te_grouped_quantize_problem& p, int32_t g, int64_t panel
     quantize::cpu::quantize(plan, rows_of(p.x, row, row + rows), part_of(p, g, panel + count++, row, rows));
   }
   if (count > 0 || p.scaling != TE_SCALING_TENSOR) return count;
-  te_quantized scale = part_of(p, g, 0, first, 0);  // of no rows: nothing but its scale
+  te_quantized scale = part_of(p, g, 0, first, 0);  // of no rows: the scale alone
   scale.rowwise.data = scale.columnwise.data = nullptr;
   scale.rowwise.row_pitch = scale.columnwise.row_pitch = 0;
   quantize::cpu::quantize(plan, rows_of(p.x, first, first), scale);

@@ -1,7 +1,7 @@
 // grouped quantize, CUDA path. A panel of a group is a matrix of up to 128 rows, which the tiles of tile.cuh and
-// emit.cuh quantize as any other: its columnwise data has a pitch of 128. Each block finds the groups' panels from the
-// offsets once, in shared memory, and then walks tiles of them. For current scaling a launch before finds the groups'
-// amaxes, as parts that each have one writer (AmaxRuns), so nothing has to be set to 0 first.
+// emit.cuh quantize like any other: its columnwise data has a pitch of 128. Each block computes the groups' panels from
+// the offsets once, in shared memory, and then processes tiles of them. For current scaling, an earlier launch computes
+// the groups' amaxes, as parts with one writer each (AmaxRuns), so that no memory has to be zeroed first.
 #include "ops/quantize/grouped_walk.h"
 #include "ops/quantize/source.cuh"
 
@@ -16,7 +16,7 @@ constexpr const char* kOp = "te_grouped_quantize";
 constexpr int kGroupsOfThread = kMostGroups / kThreads;
 static_assert(kGroupsOfThread * kThreads == kMostGroups && kPanelRows == kTile);
 
-// What is read, and how it is cut. `most`: panels that there is room for.
+// The input and its division. `most`: the capacity of panels.
 template <class T>
 struct Input {
   Source<T> x;
@@ -27,14 +27,14 @@ struct Input {
 };
 
 struct Groups {
-  int32_t first[kMostGroups + 1];   // of x's rows, whatever the offsets are
-  int32_t before[kMostGroups + 1];  // panels; none beyond the room
+  int32_t first[kMostGroups + 1];   // of x's rows, for any offsets
+  int32_t before[kMostGroups + 1];  // panels; limited to the capacity
   int32_t warps[kWarps];
 };
 
 __device__ __forceinline__ int32_t at_most(int32_t n, int32_t most) { return n < most ? n : most; }
 
-// Sums of panels stop at the room, in any order alike.
+// Sums of panels saturate at the capacity, in any order alike.
 template <class T>
 __device__ __forceinline__ void find_groups(const Input<T>& in, Groups& s) {
   const int tid = int(threadIdx.x), lane = tid % kWarp, warp = tid / kWarp;
@@ -67,17 +67,17 @@ __device__ __forceinline__ void find_groups(const Input<T>& in, Groups& s) {
   __syncthreads();
 }
 
-// Panel `in_group` of a group as a matrix of its own.
+// Panel `in_group` of a group as a matrix.
 struct Panel {
-  int64_t row;   // of x, its first
+  int64_t row;   // its first row in x
   int32_t rows;  // 1 to 128
 
   __device__ __forceinline__ Panel(const Groups& s, int32_t group, int32_t in_group)
       : row(s.first[group] + in_group * kPanelRows), rows(at_most(s.first[group + 1] - int32_t(row), kPanelRows)) {}
 };
 
-// A thread's values of a panel's tile, 0 where there are none. All rows are on their way at once: groups end within a
-// panel more often than not, so what lies behind the last row is read from there, rather than asked for row by row.
+// A thread's values of a panel's tile, 0 where there are none. All rows are loaded at once: groups mostly end within a
+// panel, so rows after the last one are read too, instead of testing each row.
 template <class T>
 __device__ __forceinline__ void load_tile(const Input<T>& in, const Panel& panel, const Place& at,
                                           Vector<T> (&values)[kRows]) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_tile(const Input<T>& in, const Panel& panel
     return for_some_rows<true>(x, Domain{panel.rows, in.cols, 1, 1, false}, at,
                                [&](int i, const Vector<T>(&row)[1]) { values[i] = row[0]; });
   }
-  const int rows = at.col() < in.cols ? panel.rows - int(at.row()) : 0;  // `wide`: the thread's columns are all there
+  const int rows = at.col() < in.cols ? panel.rows - int(at.row()) : 0;  // `wide`: all of the thread's columns exist
   if (rows > 0) {
     const T* source = in.x.input(0, panel.row + at.row(), at.col());
 #pragma unroll
@@ -101,31 +101,31 @@ __device__ __forceinline__ void load_tile(const Input<T>& in, const Panel& panel
 
 // ---- scales ----
 
-// BLOCK_1D: a panel's are its own.
+// BLOCK_1D: each panel has its own.
 struct BlockScales {
   static constexpr te_scaling kScaling = TE_SCALING_BLOCK_1D;
 
   __device__ __forceinline__ bool backwards() const { return false; }
-  // Behind the last row of x.
-  __device__ __forceinline__ void put_others(const Groups&, const Dest& whole, int32_t, bool) const {
-    const te_tensor& scales = whole.rowwise_scale_inv;
+  // Columns after the last row of x.
+  __device__ __forceinline__ void put_others(const Groups&, const Dest& full, int32_t, bool) const {
+    const te_tensor& scales = full.rowwise_scale_inv;
     for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < scales.rows;
          row += int64_t(gridDim.x) * kThreads) {
 #pragma unroll 1
-      for (int64_t col = whole.rows; col < scales.cols; ++col) put_scale(scales, row, col, 0.f);
+      for (int64_t col = full.rows; col < scales.cols; ++col) put_scale(scales, row, col, 0.f);
     }
   }
   __device__ __forceinline__ void set(Dest& dest, const Groups&, int32_t, PanelAt, int32_t number,
                                       const Panel& panel) const {
     dest.rowwise_scale_inv.data = static_cast<float*>(dest.rowwise_scale_inv.data) + panel.row;
-    dest.rowwise_scale_inv.cols = panel.rows;  // behind them the next group begins
+    dest.rowwise_scale_inv.cols = panel.rows;  // no padding: the next group follows
     dest.columnwise_scale_inv.data =
         static_cast<float*>(dest.columnwise_scale_inv.data) + number * dest.columnwise_scale_inv.row_pitch;
     dest.columnwise_scale_inv.rows = 1;
   }
 };
 
-// TENSOR: given, or made of parts.
+// TENSOR: given, or computed from parts.
 struct GroupScales {
   static constexpr te_scaling kScaling = TE_SCALING_TENSOR;
 
@@ -134,21 +134,21 @@ struct GroupScales {
   const float* given[kMostGroups];
   float* amaxes[kMostGroups];
 
-  // Behind the amax pass the last tiles come first: they may still be in the L2.
+  // After the amax pass the last tiles are processed first: they may still be in the L2.
   __device__ __forceinline__ bool backwards() const { return parts != nullptr; }
-  // Those of groups that have no tile.
-  __device__ __forceinline__ void put_others(const Groups& s, const Dest& whole, int32_t groups, bool no_tiles) const {
+  // Scales of groups without a tile.
+  __device__ __forceinline__ void put_others(const Groups& s, const Dest& full, int32_t groups, bool no_tiles) const {
     for (int g = int(blockIdx.x * kThreads + threadIdx.x); g < groups; g += int(gridDim.x) * kThreads) {
       if (s.before[g] < s.before[g + 1] && !no_tiles) continue;
-      const float scale_inv = 1.f / (parts == nullptr ? *given[g] : whole.scale_for(0.f));
-      put_scale(whole.rowwise_scale_inv, 0, g, scale_inv);
-      put_scale(whole.columnwise_scale_inv, 0, g, scale_inv);
+      const float scale_inv = 1.f / (parts == nullptr ? *given[g] : full.scale_for(0.f));
+      put_scale(full.rowwise_scale_inv, 0, g, scale_inv);
+      put_scale(full.columnwise_scale_inv, 0, g, scale_inv);
       if (parts != nullptr && amaxes[g] != nullptr) *amaxes[g] = 0.f;
     }
   }
   __device__ __forceinline__ void set(Dest& dest, const Groups& s, int32_t groups, PanelAt at, int32_t,
                                       const Panel&) const {
-    const auto scale_of_group = [&](te_tensor& scales) {  // its first panel writes it
+    const auto scale_of_group = [&](te_tensor& scales) {  // written by its first panel
       scales.data = static_cast<float*>(scales.data) + at.group;
       scales.rows = at.in_group == 0 ? scales.rows : 0;
       scales.cols = 1;
@@ -167,11 +167,11 @@ struct GroupScales {
 
 // ---- kernels ----
 
-// A panel's part of the whole; what te_quantize has besides is not here.
+// A panel's part of the outputs; the other outputs of te_quantize do not exist here.
 template <class Scales>
-__device__ __forceinline__ Dest dest_of(const Dest& whole, const Scales& scales, const Groups& s, int32_t groups,
+__device__ __forceinline__ Dest dest_of(const Dest& full, const Scales& scales, const Groups& s, int32_t groups,
                                         PanelAt at, int32_t number, const Panel& panel) {
-  Dest dest = whole;
+  Dest dest = full;
   dest.rows = panel.rows;
   dest.first_col = 0;
   dest.limit = INT64_MAX;
@@ -186,12 +186,12 @@ __device__ __forceinline__ Dest dest_of(const Dest& whole, const Scales& scales,
 
 template <class T, class Scales>
 __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
-    grouped_kernel(const __grid_constant__ Input<T> in, const __grid_constant__ Dest whole,
+    grouped_kernel(const __grid_constant__ Input<T> in, const __grid_constant__ Dest full,
                    const __grid_constant__ Scales scales, int32_t tile_cols) {
   __shared__ Shared shared;
   __shared__ Groups groups;
   find_groups(in, groups);
-  scales.put_others(groups, whole, in.groups, tile_cols == 0);
+  scales.put_others(groups, full, in.groups, tile_cols == 0);
   const unsigned tiles = unsigned(groups.before[in.groups]) * unsigned(tile_cols);
   for (unsigned i = blockIdx.x; i < tiles; i += gridDim.x) {
     const unsigned tile = scales.backwards() ? tiles - 1 - i : i;
@@ -201,8 +201,8 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     const Place place(0, int64_t(tile - unsigned(number) * unsigned(tile_cols)));
     Vector<T> values[kRows];
     load_tile(in, panel, place, values);
-    emit<T>(dest_of(whole, scales, groups, in.groups, at, number, panel), values, place, shared);
-    __syncthreads();  // the readers of `shared`
+    emit<T>(dest_of(full, scales, groups, in.groups, at, number, panel), values, place, shared);
+    __syncthreads();  // for the readers of `shared`
   }
 }
 
@@ -229,15 +229,15 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     }
     const float amax = block_max(largest_of<T>(largest), shared);
     if (threadIdx.x == 0) parts[int32_t(blockIdx.x) + group] = amax;
-    __syncthreads();  // the readers of `shared`
+    __syncthreads();  // for the readers of `shared`
   }
 }
 
 // ---- host side ----
 
-te_quantized whole_of(const te_grouped_quantize_problem& p) {
+te_quantized full_quantized(const te_grouped_quantize_problem& p) {
   te_quantized out{p.scaling, p.rowwise, p.panels, p.rowwise_scale_inv, p.panels_scale_inv};
-  if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is asked where there is no rowwise memory
+  if (is_absent(p.panels)) out.columnwise.dtype = p.rowwise.dtype;  // which is read if rowwise is absent
   return out;
 }
 
@@ -256,14 +256,14 @@ void run_as(const te_grouped_quantize_problem& p, cudaStream_t stream) {
   const auto most = int32_t(most_panels(p.x.rows, p.groups));
   const Input<T> in{Source<T>(p.x), p.offsets, p.groups, int32_t(p.x.rows), most, p.x.cols, is_wide(p.x)};
   const te_quantize_plan plan{{}, {}, {}, {}, {}, p.pow_2_scales, p.amax_epsilon};
-  const Dest whole(plan, whole_of(p), p.x.rows, p.x.cols);
-  const int64_t wide_cols = whole.rowwise != nullptr && whole.row_pitch > p.x.cols ? whole.row_pitch : p.x.cols;
+  const Dest full(plan, full_quantized(p), p.x.rows, p.x.cols);
+  const int64_t wide_cols = full.rowwise != nullptr && full.row_pitch > p.x.cols ? full.row_pitch : p.x.cols;
   const int64_t tile_cols = tiles_of(wide_cols), part_cols = tiles_of(p.x.cols);
   const unsigned tiles = grid_of(kOp, most * tile_cols);
   const auto at_once = unsigned(device_properties(p.x.device).sm_count * Source<T>::kBlocksPerSm);
   const unsigned blocks = tiles < at_once ? tiles : at_once;
   if (p.scaling == TE_SCALING_BLOCK_1D) {
-    grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, whole, BlockScales{}, int32_t(tile_cols));
+    grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, full, BlockScales{}, int32_t(tile_cols));
     return check_launch(kOp);
   }
   GroupScales scales = scales_of(p);
@@ -275,7 +275,7 @@ void run_as(const te_grouped_quantize_problem& p, cudaStream_t stream) {
                                                               int32_t(part_cols));
     check_launch(kOp);
   }
-  grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, whole, scales, int32_t(tile_cols));
+  grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, full, scales, int32_t(tile_cols));
   check_launch(kOp);
 }
 

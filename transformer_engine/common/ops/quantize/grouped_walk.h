@@ -1,5 +1,5 @@
-// Grouped quantize between its contract and the two paths: panels of groups, and which part of amax_parts is whose.
-// Index functions for host and device; computes nothing.
+// Index functions that the contract and the two paths of grouped quantize share: panels of groups, and the writers of
+// amax_parts. For host and device.
 #pragma once
 
 #include "core/search.h"
@@ -12,7 +12,8 @@ constexpr int kPanelRows = 128;
 
 TE_HOST_DEVICE int32_t panels_of(int32_t rows) { return rows > 0 ? (rows - 1) / kPanelRows + 1 : 0; }
 
-// The most that `rows` rows in `groups` groups can have: m groups with a row of their own, the rest 128 at a time.
+// The largest number of panels of `rows` rows in `groups` groups: m groups with a row of their own, the rest 128 at a
+// time.
 TE_HOST_DEVICE int64_t most_panels(int64_t rows, int64_t groups) {
   const int64_t m = groups < rows ? groups : rows;
   return (rows - m) / kPanelRows + m;
@@ -23,23 +24,23 @@ TE_HOST_DEVICE int32_t clamp_row(int32_t offset, int32_t rows) {
 }
 
 struct PanelAt {
-  int32_t group, in_group;  // which of the group's
+  int32_t group, in_group;  // in_group: among the group's panels
 };
 
-// Panel `number` of all: before[g] of them come before group g, before[groups] are all.
+// The panel `number`. before[g] panels come before group g, before[groups] are all.
 TE_HOST_DEVICE PanelAt panel_at(const int32_t* before, int32_t groups, int32_t number) {
   const int32_t group = run_of(before, groups, number);
   return {group, number - before[group]};
 }
 
-// The amax pass. Tiles are numbered group by group, and each block has a run of them; what block b finds for group g is
-// part b + g: of two pairs that meet, the later has both numbers no lower and one higher.
+// The amax pass. Tiles are numbered group by group, and each block has a run of them; the result of block b for group g
+// is part b + g: of two adjacent pairs, the later one has one number higher and none lower.
 struct AmaxRuns {
-  int32_t step;  // tiles a block
+  int32_t step;  // tiles for each block
 
   TE_HOST_DEVICE AmaxRuns(int32_t tiles, int32_t blocks) : step(tiles > 0 ? (tiles - 1) / blocks + 1 : 1) {}
   TE_HOST_DEVICE int32_t first_part(int32_t group, int32_t first_tile) const { return first_tile / step + group; }
-  // Of a group of one tile at least.
+  // For a group of at least one tile.
   TE_HOST_DEVICE int32_t last_part(int32_t group, int32_t end_tile) const { return (end_tile - 1) / step + group; }
 };
 

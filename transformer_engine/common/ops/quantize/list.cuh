@@ -1,6 +1,6 @@
-// quantize list, the kernels: each block makes one tile of one matrix, as te_quantize's do (tile.cuh); the matrices'
-// addresses are the kernel's parameters. For current scaling a launch before finds the amaxes, as parts that each have
-// one writer. How a list becomes launches is here too; launching them is quantize_list.cu's.
+// quantize list, the kernels: each block quantizes one tile of one matrix, like te_quantize (tile.cuh); the matrices'
+// addresses are kernel parameters. For current scaling, an earlier launch computes the amaxes, as parts with one writer
+// each. The division of a list into launches is here too; quantize_list.cu launches them.
 #pragma once
 
 #include "ops/quantize/source.cuh"
@@ -12,9 +12,9 @@ using quantize::cuda::is_wide;
 using quantize::cuda::Source;
 
 constexpr int kMost = TE_QUANTIZE_LIST_MATRICES;
-constexpr int kArgumentBytes = 32764;  // of a kernel, since CUDA 12.1
+constexpr int kArgumentBytes = 32764;  // limit of kernel arguments since CUDA 12.1
 
-// What one matrix has that the first has not. `x` alone is all that the amax pass reads.
+// The addresses in which a matrix differs from the first. The amax pass reads `x` alone.
 template <class T>
 struct Addresses {
   const T* x[kMost];
@@ -26,7 +26,7 @@ struct Addresses {
 
 template <class T>
 struct Launch {
-  Source<T> x;  // the first matrix, as are dest's addresses
+  Source<T> x;  // of the first matrix, like dest's addresses
   Dest dest;
   Domain domain;
   int32_t count;
@@ -34,20 +34,20 @@ struct Launch {
   Addresses<T> at;
 
   __device__ __forceinline__ Source<T> source(uint32_t i) const {
-    Source<T> mine = x;
-    mine.x = at.x[i];
-    return mine;
+    Source<T> result = x;
+    result.x = at.x[i];
+    return result;
   }
   __device__ __forceinline__ Dest dest_of(uint32_t i) const {
-    Dest mine = dest;
-    mine.rowwise = at.rowwise[i];
-    mine.columnwise = at.columnwise[i];
-    mine.rowwise_scale_inv.data = at.row_scales[i];
-    mine.columnwise_scale_inv.data = at.column_scales[i];
-    mine.scale = at.scale[i];
-    mine.amax = at.amax[i];
-    if (dest.amax_parts != nullptr) mine.amax_parts = dest.amax_parts + int64_t(i) * TE_QUANTIZE_LIST_PARTS;
-    return mine;
+    Dest result = dest;
+    result.rowwise = at.rowwise[i];
+    result.columnwise = at.columnwise[i];
+    result.rowwise_scale_inv.data = at.row_scales[i];
+    result.columnwise_scale_inv.data = at.column_scales[i];
+    result.scale = at.scale[i];
+    result.amax = at.amax[i];
+    if (dest.amax_parts != nullptr) result.amax_parts = dest.amax_parts + int64_t(i) * TE_QUANTIZE_LIST_PARTS;
+    return result;
   }
 };
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     list_kernel(const __grid_constant__ Launch<T> launch) {
   __shared__ Shared shared;
   if (is_set(launch.dest.noop)) return;
-  // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
+  // After an amax pass the last tiles are processed first: their inputs may still be in the L2.
   const uint32_t number = launch.dest.amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t matrix = number / launch.tiles, tile = number - matrix * launch.tiles;
   const auto tile_cols = uint32_t(launch.domain.tile_cols);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
   quantize_tile(launch.source(matrix), dests, launch.domain, Place(tile / tile_cols, tile % tile_cols), shared);
 }
 
-// Block b finds part b % parts_of_one of matrix b / parts_of_one.
+// Block b computes part b % parts_of_one of matrix b / parts_of_one.
 template <class T>
 __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     list_amax_kernel(const __grid_constant__ Launch<T> launch, float* parts, uint32_t parts_of_one) {
@@ -101,7 +101,7 @@ void put(const te_quantize_list_problem& list, int32_t number, int at, Addresses
   to.amax[at] = list.amaxes != nullptr ? list.amaxes[number] : nullptr;
 }
 
-// Fills `launch` as often as it takes, and calls amaxes(launch, parts, parts of a matrix, blocks), for current scaling
+// Fills `launch` as often as needed, and calls amaxes(launch, parts, parts of a matrix, blocks), for current scaling
 // alone, and quantize(launch, blocks) each time.
 template <class T, class Amaxes, class Quantize>
 void for_launches(const char* op, const te_quantize_list_problem& list, Launch<T>& launch, Amaxes&& amaxes,
@@ -114,10 +114,10 @@ void for_launches(const char* op, const te_quantize_list_problem& list, Launch<T
   launch.domain = domain_of(x.rows, x.cols, wide, Dests<1>{{first_dest(list, 0)}});
   launch.x = Source<T>(x);
   launch.tiles = grid_of(op, launch.domain.tile_rows * launch.domain.tile_cols);
-  const int64_t own_tiles = tiles_of(x.rows) * tiles_of(x.cols);  // of elements alone, which amaxes are of
+  const int64_t own_tiles = tiles_of(x.rows) * tiles_of(x.cols);  // without padding, for amaxes
   const int64_t parts = own_tiles < 1 ? 1 : own_tiles < TE_QUANTIZE_LIST_PARTS ? own_tiles : TE_QUANTIZE_LIST_PARTS;
   const int32_t room = int32_t(INT32_MAX / int64_t(launch.tiles > parts ? launch.tiles : parts));
-  const int32_t most = room < kMost ? room : kMost;  // one at least: a grid has room for a matrix's tiles
+  const int32_t most = room < kMost ? room : kMost;  // at least one: a grid has room for a matrix's tiles
   for (int32_t first = 0; first < list.count; first += most) {
     launch.count = list.count - first < most ? list.count - first : most;
     launch.dest = first_dest(list, first);

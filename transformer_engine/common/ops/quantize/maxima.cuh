@@ -1,11 +1,11 @@
-// How a block of threads holds a tile of values in their own dtype, and the largest magnitudes of its vectors and rows:
-// 16-bit values are compared in pairs. NaN is left aside.
+// How a block of threads holds a tile of values in their own dtype, and the largest magnitudes of its vectors and rows,
+// ignoring NaN: 16-bit values are compared in pairs.
 #pragma once
 
 #include "core/reduce.cuh"
 #include "core/vec.cuh"
 #include "ops/quantize/fp8.h"
-#if !defined(TE_EMULATED_GPU)  // else a test's functions of the same names are in scope
+#if !defined(TE_EMULATED_GPU)  // the emulation of tests/cpp defines functions of the same names
 #include "ops/quantize/ptx.cuh"
 #endif
 
@@ -14,7 +14,7 @@ namespace te::quantize {
 constexpr int kTile = 128;  // rows and columns
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRows = 8, kColumns = 8;  // of a thread
+constexpr int kRows = 8, kColumns = 8;  // of each thread
 
 static_assert(kTile == kBlock && kThreads * kRows * kColumns == kTile * kTile);
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ float2 pair_of(const Vector<T>& x, int w) {
   }
 }
 
-// largest = max(|largest|, |x|), element by element, NaN left aside; signs as in larger_pair.
+// largest = max(|largest|, |x|), element by element, ignoring NaN; signs as in larger_pair.
 template <class T>
 __device__ __forceinline__ void take_magnitudes(Vector<T>& largest, const Vector<T>& x) {
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void take_magnitudes(Vector<T>& largest, const Vector
   }
 }
 
-// The largest magnitude of the 8; of 16-bit values a pair that it is one of.
+// The largest magnitude of the 8; for 16-bit values, a pair that contains it.
 template <class T>
 __device__ __forceinline__ auto largest_word(const Vector<T>& x) {
   if constexpr (kPaired<T, kColumns>) {
@@ -94,13 +94,13 @@ __device__ __forceinline__ void clear_from(Vector<T>& x, int n) {
   memcpy(&x, elements, sizeof(x));
 }
 
-// Which row's maximum row_maxima leaves in a lane, and the lane of a half warp that has row i's.
+// The row whose maximum row_maxima leaves in a lane, and the lane of a half warp that has the maximum of row i.
 __device__ __forceinline__ int row_of_lane(unsigned lane) {
   return int((lane / 8 % 2) * 2 + lane / 4 % 2 + (lane / 2 % 2) * 4);
 }
 __device__ __forceinline__ constexpr unsigned lane_of_row(int i) { return (i / 2 % 2) * 8 + (i % 2) * 4 + (i / 4) * 2; }
 
-// Halves a list between lanes `distance` apart, which keep one half each.
+// Halves a list between lanes `distance` apart, each of which keeps one half.
 template <int kHalf, class X, class Larger>
 __device__ __forceinline__ void halve(X* x, int distance, Larger&& larger) {
   const bool upper = (threadIdx.x & unsigned(distance)) != 0;

@@ -1,5 +1,5 @@
-// What the CPU paths of this room share: the largest magnitudes of floats, NaN left aside, and the value of a tensor of
-// one element. Host only.
+// Helpers of the CPU paths: the largest magnitudes of floats, ignoring NaN, and the value of a tensor of one element.
+// Host only.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace te::quantize::cpu {
 
 inline float value_at(const te_tensor& t) { return *static_cast<const float*>(t.data); }
 
-// |x|, NaN as 0: as integers, which have the order of the floats and are vectorised.
+// |x|, NaN as 0, as integers, which compare like the floats and are vectorised.
 inline uint32_t magnitude_bits(float x) {
   const uint32_t bits = te::detail::bits_of(x) & 0x7fffffffu;
   return bits > 0x7f800000u ? 0 : bits;
@@ -22,7 +22,7 @@ inline float amax_of(const float* x, int64_t n) {
   return te::detail::float_of(largest);
 }
 
-// A NaN as b is left aside.
+// Ignores a NaN in b.
 inline float larger(float a, float b) { return b > a ? b : a; }
 
 }  // namespace te::quantize::cpu

@@ -1,5 +1,5 @@
-// What the kernels of this room ask of the hardware in its own words (inline PTX), so that a test can say the same for
-// the host and run the kernels themselves. No format and no scale is known here.
+// Inline PTX of the quantize kernels, one function each. tests/cpp/emulated_quantize.h defines the same functions for
+// the host.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace te::quantize {
 
-// The larger magnitude of each of two pairs. Its sign is no one's: a mask (kMagnitudes) takes it off. Of a NaN and a
+// The larger magnitude of each of two pairs. Its sign is arbitrary: a mask (kMagnitudes) removes it. Of a NaN and a
 // number it is the number.
 template <class T>
 __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
   return larger;
 }
 
-// Predicated, for a branch around each of many stores costs more than the store.
+// Predicated, since a branch around each of many stores costs more than the store.
 __device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint2 x) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}" ::"l"(
                    __cvta_generic_to_global(target)),
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_if(bool wanted, uint8_t* target, uint4 x) 
                : "memory");
 }
 
-// 16 bytes from global to shared memory without registers, and this thread's wait for all that it asked for.
+// Copies 16 bytes from global to shared memory without registers, and waits for all copies of this thread.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(shared))),
                "l"(__cvta_generic_to_global(global))
@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Shared memory whose size the launch says.
+// Shared memory whose size is set at launch.
 __device__ __forceinline__ void* dynamic_shared() {
   extern __shared__ uint4 dynamic[];
   return dynamic;

@@ -33,7 +33,7 @@ void check_scale_inv(const char* op, const std::string& argument, te_scaling sca
   const char* name = argument.c_str();
   if (!is_scaling(int(scaling))) bad_argument(op, "scaling", int(scaling), "a te_scaling");
   const auto [down, along] = scale_shape(scaling, rows, cols);
-  const bool pair = scaling_row(scaling).whole() && scale_inv.cols == 2;
+  const bool pair = scaling_row(scaling).is_per_tensor() && scale_inv.cols == 2;
   check_floats(op, name, scale_inv, down, pair ? 2 : along, like.device);
 }
 
@@ -58,7 +58,7 @@ void check_starts(const char* op, const char* argument, const te_tensor& data) {
   }
 }
 
-// Both directions of a [rows, cols] matrix, those that are there.
+// The present directions of a [rows, cols] matrix.
 void check_quantized(const char* op, const char* argument, const te_quantized& q, int64_t rows, int64_t cols,
                      const te_tensor& like) {
   const bool rowwise = !is_absent(q.rowwise), columnwise = !is_absent(q.columnwise);

@@ -1,6 +1,6 @@
-// quantize, CUDA path: the producer that reads a tensor (tile.cuh and emit.cuh do the rest), and what goes with it:
-// dequantization, the transpose of bytes, sums of partial column sums, scales between steps. Bound by memory: 3.03
-// bytes an element for bf16 to 1x128 blocks, 4.06 with the transpose.
+// quantize, CUDA path: the producer that reads a tensor (tile.cuh and emit.cuh quantize), dequantization, the transpose
+// of bytes, sums of partial column sums, and scales between steps. Memory-bound: 3.03 bytes an element for bf16 to
+// 1x128 blocks, 4.06 with the transpose.
 #include "ops/quantize/source.cuh"
 #include "ops/quantize/store.h"
 #include "transformer_engine/scaling.h"
@@ -19,7 +19,7 @@ struct Decoder {
   const float* scale_inv;
   int64_t scale_pitch;
 
-  // Of 16 elements from (row, col) on, or of one; rows and columns are the direction's own.
+  // For 16 elements from (row, col) on, or for one; rows and columns are those of the direction.
   __device__ __forceinline__ float scale_at(int64_t row, int64_t col) const {
     const auto [down, along] = te::scale_at(scaling, row, col);
     return scale_inv[down * scale_pitch + along];
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   put_columnwise(dest, at, shared);
 }
 
-// ---- small ones ----
+// ---- column sums and scales ----
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -125,7 +125,7 @@ struct Updates {
   te_scale_update of[kUpdates];
 };
 
-// A block a column of a history: blockIdx.x its number, blockIdx.y the update.
+// A block for each column of a history: blockIdx.x its number, blockIdx.y the update.
 __global__ void __launch_bounds__(kThreads) update_scales_kernel(Updates updates) {
   __shared__ Shared shared;
   const te_scale_update& update = updates.of[blockIdx.y];
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) update_scales_kernel(Updates updates
       if (!update.most_recent) largest = fmaxf(largest, column[row * history.row_pitch]);
       next = row + 1 < history.rows ? column[(row + 1) * history.row_pitch] : newest;
     }
-    __syncthreads();  // all of these rows, and the first of the next ones, have been read
+    __syncthreads();  // these rows, and the first of the next ones, have been read
     if (newest != 0.f && row < history.rows) column[row * history.row_pitch] = row == 0 ? 0.f : next;
   }
   largest = block_max(largest, shared);
@@ -195,7 +195,7 @@ void dequantize(const te_quantized& x, const te_tensor& y, te_stream stream) {
     using T = decltype(t);
     T* target = static_cast<T*>(y.data);
     if (!rowwise) {
-      te_note_path("CUDA, through shared memory", "only the columnwise direction is there");
+      te_note_path("CUDA, through shared memory", "only the columnwise direction is present");
       const int64_t patch_cols = (y.cols + kPatch - 1) / kPatch, patch_rows = (y.rows + kPatch - 1) / kPatch;
       dequantize_columns_kernel<<<grid_of(op, patch_rows * patch_cols), kThreads, 0, cudaStream_t(stream)>>>(
           decoder, target, y.row_pitch, y.rows, y.cols, patch_cols);

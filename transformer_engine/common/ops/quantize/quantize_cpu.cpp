@@ -1,5 +1,5 @@
-// quantize, the CPU path (the specification): tiles of 128 x 128 elements, widened to float, give scales and bytes in
-// both directions. Formats and the rules for scales are in fp8.h; arguments have been checked.
+// quantize, the CPU path (the specification): computes scales and bytes in both directions by tiles of 128 x 128
+// elements, widened to float. fp8.h has the formats and the rules for scales; arguments have been checked.
 #include <algorithm>
 #include <cstring>
 
@@ -24,7 +24,7 @@ struct Tile {
   uint8_t bytes[kBlock][kBlock];
 };
 
-// What all tiles share. The scale is TENSOR's.
+// Inputs that all tiles share. `scale` is for TENSOR.
 struct Job {
   const te_quantize_plan& plan;
   const te_quantized& out;
@@ -40,7 +40,7 @@ void convert(const float* x, const float* scales, uint8_t* bytes) {
   for (int i = 0; i < kBlock; ++i) bytes[i] = uint8_t(to_fp8<kE5m2>(x[i] * scales[i]));
 }
 
-// One row of a tile, by a scale for each column.
+// One row of a tile, with a scale for each column.
 void convert_row(const Job& job, Tile& tile, int row, const float* scales) {
   if (job.e5m2) {
     convert<true>(tile.values[row], scales, tile.bytes[row]);
@@ -60,9 +60,9 @@ void put_bytes(const te_tensor& data, int64_t first_row, int64_t first_col, cons
   }
 }
 
-// Scales of a run of `n` rows (or columns) from `first` on, of which those beyond `size` are padding.
+// Scales of a run of `n` rows (or columns) from `first` on; those beyond `size` are padding.
 void put_scales(const te_tensor& scale_inv, int64_t block, int64_t first, int64_t size, const float* scales) {
-  if (block >= scale_inv.rows) return;  // the tile holds nothing but a pitch's tail
+  if (block >= scale_inv.rows) return;  // the tile has only the tail of a pitch
   for (int64_t i = first; i < std::min(first + kBlock, scale_inv.cols); ++i) {
     row_ptr<float>(scale_inv, block)[i] = i < size ? 1.f / scales[i - first] : 0.f;
   }
@@ -117,8 +117,8 @@ void put_one_scale(const Job& job, Tile& tile, int64_t tile_row, int64_t tile_co
   put_bytes(job.out.columnwise, tile_col * kBlock, tile_row * kBlock, tile, true);
 }
 
-// Sums of 4 rows in order, neighbours of these, neighbours of those, and the 8 results in order: what a CUDA block,
-// whose threads hold 8 rows each and whose warps 16, can do as well.
+// Sums of 4 rows in order, neighbours of these, neighbours of those, and the 8 results in order: the order of a CUDA
+// block, whose threads have 8 rows each and whose warps 16.
 void put_column_sums(const Job& job, const Tile& tile, int64_t tile_row, int64_t tile_col) {
   float total[kBlock] = {};
   for (int first = 0; first < kBlock; first += 16) {
@@ -220,7 +220,7 @@ void sum_columns(const te_tensor& column_sums, const te_tensor& dbias) {
 
 namespace {
 
-// scale_inv for element (row, col) of one direction, whose own rows these are.
+// scale_inv of element (row, col) of one direction, in the rows and columns of that direction.
 float scale_inv_at(te_scaling scaling, const te_tensor& scale_inv, int64_t row, int64_t col) {
   const auto [down, along] = scale_at(scaling, row, col);
   return row_ptr<const float>(scale_inv, down)[along];

@@ -23,7 +23,7 @@ te_tensor one_float(const float* x, int32_t device) {
   return x == nullptr ? kAbsent : te_tensor{const_cast<float*>(x), 1, 1, 1, TE_FLOAT32, device};
 }
 
-// te_quantize's of matrix i, without what its scale is made of.
+// The plan of te_quantize for matrix i, without the source of its scale.
 te_quantize_plan plan_of(const te_quantize_list_problem& p, int32_t i) {
   te_quantize_plan plan{kAbsent, kAbsent, kAbsent, kAbsent, p.noop, p.pow_2_scales, p.amax_epsilon};
   const int32_t device = p.xs[i].device;
@@ -37,8 +37,8 @@ te_quantize_plan plan_of(const te_quantize_list_problem& p, int32_t i) {
 void check_scales(const te_quantize_list_problem& p) {
   const bool given = p.scales != nullptr, parts = !is_absent(p.amax_parts);
   const bool tensor = p.outs[0].scaling == TE_SCALING_TENSOR;
-  const auto refuse = [&](const char* argument, bool there) {
-    if (there && !tensor) bad_argument(kOp, argument, "given", "NULL: block scaling makes its own scales");
+  const auto refuse = [&](const char* argument, bool given) {
+    if (given && !tensor) bad_argument(kOp, argument, "given", "NULL: block scaling makes its own scales");
   };
   refuse("scales", given);
   refuse("amax_parts", parts);
@@ -60,9 +60,9 @@ void check_scales(const te_quantize_list_problem& p) {
   }
 }
 
-bool alike(const te_tensor& a, const te_tensor& b) {
-  const bool there = (a.data == nullptr) == (b.data == nullptr);
-  return there && a.rows == b.rows && a.cols == b.cols && a.row_pitch == b.row_pitch && a.dtype == b.dtype &&
+bool is_uniform(const te_tensor& a, const te_tensor& b) {
+  const bool same_presence = (a.data == nullptr) == (b.data == nullptr);
+  return same_presence && a.rows == b.rows && a.cols == b.cols && a.row_pitch == b.row_pitch && a.dtype == b.dtype &&
          a.device == b.device;
 }
 
@@ -81,15 +81,15 @@ void check_starts(int32_t i, const char* part, const te_tensor& data) {
   }
 }
 
-// Of one beside the first, whose contract has been checked. There may be hundreds.
+// For a matrix after the first, whose contract has been checked. There may be hundreds.
 void check_next(const te_quantize_list_problem& p, int32_t i) {
   const te_quantized &out = p.outs[i], &first = p.outs[0];
-  if (!alike(p.xs[i], p.xs[0])) refuse_unlike(element_name("xs", i), p.xs[i], p.xs[0]);
+  if (!is_uniform(p.xs[i], p.xs[0])) refuse_unlike(element_name("xs", i), p.xs[i], p.xs[0]);
   if (out.scaling != first.scaling) {
     bad_argument(kOp, element_name("outs", i, ".scaling").c_str(), int(out.scaling), int(first.scaling));
   }
   const auto part = [&](const char* name, const te_tensor& t, const te_tensor& of_first) {
-    if (!alike(t, of_first)) refuse_unlike(element_name("outs", i, name), t, of_first);
+    if (!is_uniform(t, of_first)) refuse_unlike(element_name("outs", i, name), t, of_first);
   };
   part(".rowwise", out.rowwise, first.rowwise);
   part(".columnwise", out.columnwise, first.columnwise);

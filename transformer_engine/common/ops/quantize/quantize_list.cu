@@ -1,4 +1,4 @@
-// quantize list, CUDA path: the kernels of list.cuh, launched.
+// quantize list, CUDA path: launches the kernels of list.cuh.
 #include "ops/quantize/list.cuh"
 
 namespace te::quantize::list::cuda {

@@ -1,5 +1,5 @@
-// quantize, ranges of a matrix: contract, entry points and the CPU path (the specification). A range meets each block
-// of 128 rows in rows that may be cut at either end; what it has of them is walked by 128 columns.
+// quantize, ranges of a matrix: contract, entry points and the CPU path (the specification). A range is processed by
+// blocks of 128 rows, the first and the last of which may be partial, and by 128 columns.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -28,7 +28,7 @@ void check_dense_floats(const char* op, const char* argument, const te_tensor& t
                         const te_tensor& like) {
   check_floats(op, argument, t, rows, cols, like.device);
   if (t.data != nullptr && rows > 1 && t.row_pitch != cols) {
-    bad_argument(op, argument, concat("of row pitch ", t.row_pitch), concat(cols, ": rows that lie densely"));
+    bad_argument(op, argument, concat("of row pitch ", t.row_pitch), concat(cols, ": dense rows"));
   }
 }
 
@@ -54,7 +54,7 @@ void check_range(const char* op, const te_quantize_range& range, te_scaling scal
   if (!scaling_row(scaling).same_both_ways()) {
     throw Error(TE_NOT_IMPLEMENTED, concat(op, ": argument 'scaling' is ", scaling_row(scaling).words,
                                            " blocks: a weight whose two directions hold different values "
-                                           "cannot be quantized in parts; take 128x128 blocks."));
+                                           "cannot be quantized in parts; use 128x128 blocks."));
   }
 }
 
@@ -63,7 +63,7 @@ void check_cast(const char* op, const te_quantize_range& range, const te_quantiz
   check_range(op, range, plan.scaling);
   const bool tensor = plan.scaling == TE_SCALING_TENSOR, given = plan.scale.data != nullptr;
   if (!tensor && (given || plan.amax.data != nullptr)) {
-    bad_argument(op, "plan", "one with scale or amax", "neither: scales of blocks are made of amaxes");
+    bad_argument(op, "plan", "one with scale or amax", "neither: block scales come from amaxes");
   }
   if (given) check_dense_floats(op, "plan.scale", plan.scale, 1, 1, range.x);
   if (!given || !is_absent(plan.amaxes)) check_amaxes(op, "plan.amaxes", plan.scaling, plan.amaxes, range);
@@ -105,7 +105,7 @@ const float* load(const te_quantize_range& range, int64_t at, int64_t n, float* 
   });
 }
 
-// n <= kBlock bytes. By way of arrays of its own, whose loop is vectorised: bytes might be anybody's memory.
+// n <= kBlock bytes, by way of a local array, whose loop is vectorised: the destination might alias the source.
 template <bool kE5m2>
 void convert(const float* values, int64_t n, float scale, uint8_t* target) {
   uint8_t bytes[kBlock];
@@ -117,7 +117,8 @@ void convert(const float* values, int64_t n, float scale, uint8_t* target) {
   std::copy_n(bytes, n, target);
 }
 
-// body(row, first column, n, values) for what the range has of 128 rows, by 128 columns: a part lies in one block.
+// Calls body(row, first column, n, values) for the range's elements in 128 rows, by 128 columns: a part lies in one
+// block.
 template <class Body>
 void for_parts(const te_quantize_range& range, int64_t block_row, Body&& body) {
   const int64_t end = range.start + range.x.cols;
@@ -160,10 +161,12 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
   const float max = fp8_max(e5m2);
   const int64_t block_rows = blocks_of(range.rows), block_cols = blocks_of(range.cols);
   const auto* amaxes = static_cast<const float*>(plan.amaxes.data);
-  const auto made = [&](float amax) { return scale_of(amax, plan.amax_epsilon, max, plan.pow_2_scales != 0); };
+  const auto computed_scale = [&](float amax) {
+    return scale_of(amax, plan.amax_epsilon, max, plan.pow_2_scales != 0);
+  };
   float scale = 1.f;
   if (plan.scaling == TE_SCALING_TENSOR) {
-    scale = given ? value_at(plan.scale) : made(*amaxes);
+    scale = given ? value_at(plan.scale) : computed_scale(*amaxes);
     auto* target = static_cast<float*>(scale_inv.data);
     target[0] = 1.f / scale;
     if (scale_inv.cols == 2) target[1] = scale;
@@ -172,13 +175,15 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
       *amax = given ? larger(*amax, *amaxes) : *amaxes;
     }
   }
-  // Where the whole's elements would lie; of a range alone, as a matrix without a pitch.
+  // The addresses of the full matrix's elements; a range alone has the layout of a matrix without a pitch.
   const bool alone = data.rows == 1 && data.cols == range.x.cols;
   auto* bytes = static_cast<uint8_t*>(data.data);
   const int64_t pitch = alone ? range.cols : data.row_pitch, offset = alone ? range.start : 0;
   const bool blocks = plan.scaling == TE_SCALING_BLOCK_2D;
   parallel_for(block_rows, [&](int64_t block_row) {
-    const auto scale_at = [&](int64_t c) { return blocks ? made(amaxes[block_row * block_cols + c]) : scale; };
+    const auto scale_at = [&](int64_t c) {
+      return blocks ? computed_scale(amaxes[block_row * block_cols + c]) : scale;
+    };
     if (blocks) {
       float* inverse = row_ptr<float>(scale_inv, block_row);
       for (int64_t c = 0; c < scale_inv.cols; ++c) inverse[c] = c < block_cols ? 1.f / scale_at(c) : 0.f;

@@ -1,5 +1,6 @@
-// quantize, ranges of a matrix, CUDA path: a block of threads has a tile of 128 x 128 elements of the whole, of which
-// the range may have any part. Bound by memory: 4 bytes an element of float32 for the amaxes, 5 for the cast.
+// quantize, ranges of a matrix, CUDA path: a block of threads processes a tile of 128 x 128 elements of the full
+// matrix, of which the range may contain any part. Memory-bound: 4 bytes an element of float32 for the amaxes, 5 for
+// the cast.
 #include "ops/quantize/tile.cuh"
 
 namespace te::quantize::cuda {
@@ -8,20 +9,20 @@ namespace {
 
 struct Range {
   int64_t rows, cols, start, length, tile_cols;
-  te_dtype rounded_to;  // TE_FLOAT32: as they are
-  bool wide;            // eight elements from a column that divides by 8 on are one access
+  te_dtype rounded_to;  // TE_FLOAT32: not rounded
+  bool wide;            // eight elements from a column that is a multiple of 8 are one access
 
-  // Whether tile row `row` has anything of it.
+  // Whether the range contains elements of tile row `row`.
   __device__ __forceinline__ bool meets(int64_t row) const {
     return row * kTile * cols < start + length && (row + 1) * kTile * cols > start;
   }
 };
 
-constexpr int kLanes = kTile / kColumns;        // threads that have a row
+constexpr int kLanes = kTile / kColumns;        // threads of a row
 constexpr int kRowsAtOnce = kThreads / kLanes;  // of a tile
 constexpr int kPasses = kTile / kRowsAtOnce;
 
-// Eight elements of the whole, by a thread, in one of the passes over its tile.
+// Eight elements of the full matrix, by a thread, in one of the passes over its tile.
 struct Spot {
   int64_t row, col;
 
@@ -29,7 +30,7 @@ struct Spot {
       : row(blockIdx.x / range.tile_cols * kTile + pass * kRowsAtOnce + threadIdx.x / kLanes),
         col(blockIdx.x % range.tile_cols * kTile + threadIdx.x % kLanes * kColumns) {}
 
-  // The first one's number in the range, which it need not have.
+  // The position of the first element in the range, which may not contain it.
   __device__ __forceinline__ int64_t index(const Range& range) const { return row * range.cols + col - range.start; }
   __device__ __forceinline__ bool in_one(const Range& range) const {
     const int64_t first = index(range);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void load(const Range& range, const T* x, Vector<T> (
   }
 }
 
-// As floats, rounded first.
+// As floats, rounded.
 template <class T>
 __device__ __forceinline__ void rounded_floats(const Range& range, const Vector<T>& values, float (&out)[kColumns]) {
   widen<T, kColumns>(values, out);
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x > 0) return;
   if (!tensor) {
     amaxes[blockIdx.x] = largest;
-  } else if (largest > *const_cast<const volatile float*>(amaxes)) {  // non-negative floats have integers' order
+  } else if (largest > *const_cast<const volatile float*>(amaxes)) {  // non-negative floats compare like integers
     atomicMax(reinterpret_cast<unsigned*>(amaxes), __float_as_uint(largest));
   }
 }
@@ -105,21 +106,21 @@ struct Target {
   float* amax;
   float epsilon, max;
 
-  __device__ __forceinline__ float made(float value) const { return scale_of(value, epsilon, max, pow_2); }
+  __device__ __forceinline__ float computed_scale(float value) const { return scale_of(value, epsilon, max, pow_2); }
 };
 
-// The scale of a block of threads' tile; what belongs to the tile, or to the tensor, is left beside the data.
+// The scale of a block of threads' tile; also writes the outputs of the tile, or of the tensor.
 __device__ __forceinline__ float tile_scale(const Range& range, const Target& target) {
   if (target.blocks) {
-    const float scale = target.made(target.amaxes[blockIdx.x]);
+    const float scale = target.computed_scale(target.amaxes[blockIdx.x]);
     const int64_t row = blockIdx.x / range.tile_cols, col = blockIdx.x % range.tile_cols;
     float* inverse = target.scale_inv + row * target.scale_pitch;
     if (threadIdx.x == 0) inverse[col] = 1.f / scale;
-    const int64_t behind = range.tile_cols + threadIdx.x;
-    if (col == range.tile_cols - 1 && behind < target.scale_pitch) inverse[behind] = 0.f;
+    const int64_t padding = range.tile_cols + threadIdx.x;
+    if (col == range.tile_cols - 1 && padding < target.scale_pitch) inverse[padding] = 0.f;
     return scale;
   }
-  const float scale = target.scale != nullptr ? *target.scale : target.made(*target.amaxes);
+  const float scale = target.scale != nullptr ? *target.scale : target.computed_scale(*target.amaxes);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     target.scale_inv[0] = 1.f / scale;
     if (target.has_scale_behind) target.scale_inv[1] = scale;
@@ -197,7 +198,7 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
   const char* op = "te_quantize_range_cast";
   const int64_t tiles = tiles_of(range.rows) * tiles_of(range.cols);
   const bool blocks = plan.scaling == TE_SCALING_BLOCK_2D, e5m2 = data.dtype == TE_FLOAT8_E5M2;
-  if (tiles == 0 && blocks) return;  // of a tensor without elements the scale is written all the same
+  if (tiles == 0 && blocks) return;  // the scale of a tensor without elements is written too
   Range of = range_of(range);
   const bool alone = data.rows == 1 && data.cols == range.x.cols;
   const int64_t pitch = alone ? range.cols : data.row_pitch;

@@ -1,4 +1,4 @@
-// The producer of tile.cuh that reads its values from a tensor as they are.
+// The producer for tile.cuh that reads its values from a tensor.
 #pragma once
 
 #include "ops/quantize/tile.cuh"

@@ -1,7 +1,7 @@
-// The porch of the quantize room: how a fused producer puts its float results into memory. A policy is a small object
-// passed by value to a kernel; the producer calls store(row, col, values) with N consecutive elements of one row and
-// never learns the format. The plain policy rounds to the output's own dtype. Tiles of FP8 are another matter: a
-// producer hands its values to the kernel of tile.cuh.
+// The fused-store header of quantize: how a fused producer stores its float results. A policy is a small object passed
+// by value to a kernel; the producer calls store(row, col, values) with N consecutive elements of one row, independent
+// of the format. The plain policy rounds to the output's dtype. For FP8 tiles a producer passes its values to the
+// kernel of tile.cuh instead.
 #pragma once
 
 #include "core/vec.cuh"

@@ -1,5 +1,5 @@
-// The porch of the quantize room for the CPU paths and the contracts of others: a fused producer checks its plan here,
-// rounds its values to their own dtype, and hands them over. Fused and unfused bytes are therefore the same.
+// The fused-store header of quantize for the CPU paths and the contracts of other ops: a fused producer checks its plan
+// here, rounds its values to their own dtype, and quantizes them. So fused and unfused bytes are the same.
 #pragma once
 
 #include <vector>
@@ -24,7 +24,7 @@ namespace cpu {
 void quantize(const te_quantize_plan& plan, const te_tensor& x, const te_quantized& out);
 void amax(const te_tensor& x, const te_tensor& parts, const te_tensor& noop);
 
-// A [rows, cols] matrix of like's dtype for a producer's values, for as long as the call takes.
+// Memory for a producer's values during a call: a [rows, cols] matrix of like's dtype.
 class Scratch {
  public:
   Scratch(int64_t rows, int64_t cols, const te_tensor& like)

@@ -1,21 +1,21 @@
-// The kernels that every quantization on CUDA is: a block makes one tile of 128 x 128 values, by a producer that it
-// calls, and puts it out in FP8. They read no tensor themselves and do not know what the values are.
+// The tile kernels of all quantizations on CUDA: a block computes one tile of 128 x 128 values, by a producer that it
+// calls, and stores it in FP8. They are independent of the inputs and of the meaning of the values.
 //
 // A thread holds 8 rows of 8 neighbouring columns in registers, in the values' own dtype: the 16 threads of half a warp
-// are a row, so a row's amax takes shuffles alone. Bytes of the other direction cross through shared memory as 8 x 8
-// blocks, and leave as 16-byte stores of 128 bytes a column (emit.cuh).
+// are a row, so that a row's amax needs shuffles alone. Bytes of the other direction go through shared memory as 8 x 8
+// blocks, and are stored 16 bytes at a time, 128 bytes a column (emit.cuh).
 //
 // A producer is a struct passed by value:
-//   using Type                  the dtype its values are rounded to
-//   kInputs, kOutputs           matrices of that dtype it reads, and tiles it makes from the same place of them
-//   kAmaxOutputs                how many of these, from the first on, count in an amax
-//   kBatch                      rows (1, 2, 4 or 8) whose inputs are on their way at once, in registers
-//   kStaged                     all inputs come through shared memory instead, and the outputs wait there for their
-//                               turn: for producers whose outputs do not fit into registers together
-//   kBlocksPerSm                what the registers must leave room for
-//   input(k, row, col)          where input k's element is; pitch(k) elements further is that of the next row
-//   Row of(row)                 what it reads of a row as a whole, on its way with the inputs; NoRow for nothing
-//   compute(in, of_row, col, out)  out[k] from in[k], 8 neighbouring elements each; those past the last column are
+//   using Type                  the dtype to which its values are rounded
+//   kInputs, kOutputs           matrices of that dtype that it reads, and tiles that it computes at the same position
+//   kAmaxOutputs                the number of outputs, from the first on, that count in an amax
+//   kBatch                      rows (1, 2, 4 or 8) whose inputs are loaded at once, into registers
+//   kStaged                     inputs and outputs are in shared memory instead: for producers whose outputs do not fit
+//                               into registers together
+//   kBlocksPerSm                blocks for which registers must suffice
+//   input(k, row, col)          the address of an element of input k; that of the next row is pitch(k) elements further
+//   Row of(row)                 values that belong to a row, loaded with the inputs; NoRow for none
+//   compute(in, of_row, col, out)  out[k] from in[k], 8 neighbouring elements each; those beyond the last column are
 //                               ignored
 #pragma once
 
@@ -38,12 +38,12 @@ struct Domain {
   bool wide;
 };
 
-// Whether a tile's elements all exist and are read in 16 bytes, which most tiles' are: nothing is asked of each then.
+// Whether all elements of a tile exist and are read in 16 bytes, which is the common case: no access needs a check.
 __device__ __forceinline__ bool is_whole(const Domain& domain, const Place& at) {
   return domain.wide && (at.tile_row + 1) * kTile <= domain.rows && (at.tile_col + 1) * kTile <= domain.cols;
 }
 
-// 8 elements of an input, or those n of them that exist; the rest is 0.
+// 8 elements of an input, or the n of them that exist; the rest is 0.
 template <class Producer, class T = typename Producer::Type>
 __device__ __forceinline__ Vector<T> load_some(const Producer& producer, int k, int64_t row, int64_t col, int n,
                                                bool wide) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ Vector<T> load_some(const Producer& producer, int k, 
   return x;
 }
 
-// take(i, out) for each row of a thread in a whole tile; i is known to the compiler when kUnrolled. All inputs of
-// kBatch rows are on their way together.
+// Calls take(i, out) for each row of a thread in a full tile; i is a compile-time value when kUnrolled. All inputs of
+// kBatch rows are loaded together.
 template <bool kUnrolled, class Producer, class Take, class T = typename Producer::Type>
 __device__ __forceinline__ void for_whole_rows(const Producer& producer, const Place& at, Take&& take) {
   constexpr int kInputs = Producer::kInputs, kBatch = Producer::kBatch;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void for_whole_rows(const Producer& producer, const P
   }
 }
 
-// The same at the edges, and where elements are read one by one: zeros beyond the domain.
+// The same at edges, and for elements that are read one by one: zeros beyond the domain.
 template <bool kUnrolled, class Producer, class Take, class T = typename Producer::Type>
 __device__ __forceinline__ void for_some_rows(const Producer& producer, const Domain& domain, const Place& at,
                                               Take&& take) {
@@ -126,12 +126,12 @@ __device__ __forceinline__ void quantize_tile(const Producer& producer, const De
   }
 #pragma unroll
   for (int k = 0; k < kOutputs; ++k) {
-    if (k > 0) __syncthreads();  // the last output's readers of `shared`
+    if (k > 0) __syncthreads();  // for the readers of the last output in `shared`
     if (!is_set(dests.of[k].noop)) emit<T>(dests.of[k], values[k], at, shared);
   }
 }
 
-// Shared memory that a thread has to itself: input k of its row i, in whose place output k comes.
+// Shared memory of a single thread: input k of its row i, which output k overwrites.
 template <class T>
 struct Slots {
   Vector<T>* first;
@@ -144,7 +144,7 @@ template <class Producer>
 constexpr int kSlotBytes = (Producer::kInputs > Producer::kOutputs ? Producer::kInputs : Producer::kOutputs) *
                            kRows* kThreads* int(sizeof(Vector<typename Producer::Type>));
 
-// From global to shared memory without registers.
+// Copies from global to shared memory without registers.
 template <class T>
 __device__ __forceinline__ void copy_async(Vector<T>& shared, const T* global) {
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void copy_async(Vector<T>& shared, const T* global) {
   }
 }
 
-// Everything is on its way at once.
+// Loads all inputs at once.
 template <class Producer, class T = typename Producer::Type>
 __device__ __forceinline__ void fill_whole(const Producer& producer, const Place& at, const Slots<T>& slots) {
   constexpr int kInputs = Producer::kInputs, kOutputs = Producer::kOutputs;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void fill_whole(const Producer& producer, const Place
 #pragma unroll
     for (int i = 0; i < kRows; ++i) copy_async(slots.at(k, i), source + i * producer.pitch(k));
   }
-  wait_for_copies();  // this thread's own, which nobody else reads
+  wait_for_copies();  // of this thread alone, which is their only reader
 #pragma unroll 2
   for (int i = 0; i < kRows; ++i) {
     Vector<T> in[kInputs], out[kOutputs];
@@ -197,7 +197,7 @@ __device__ __forceinline__ void fill_some(const Producer& producer, const Domain
   }
 }
 
-// One copy of the code for all producers of a dtype: there are many.
+// One copy of the code for all producers of a dtype, of which there are many.
 template <class T>
 __device__ __noinline__ void emit_slots(const Dest& dest, Slots<T> slots, int k, Place at, Shared& shared) {
   Vector<T> values[kRows];
@@ -206,7 +206,7 @@ __device__ __noinline__ void emit_slots(const Dest& dest, Slots<T> slots, int k,
   emit<T>(dest, values, at, shared);
 }
 
-// Inputs that no output replaces leave room for what the block shares, once all have been read.
+// Inputs that no output overwrites leave room for the block's shared data, after all have been read.
 template <class Producer>
 constexpr bool kSharedInSlots = Producer::kStaged && (Producer::kInputs > Producer::kOutputs);
 
@@ -224,7 +224,7 @@ __device__ __forceinline__ void quantize_tile_staged(const Producer& producer, c
   if (kSharedInSlots<Producer>) __syncthreads();
 #pragma unroll 1
   for (int k = 0; k < kOutputs; ++k) {
-    if (k > 0) __syncthreads();  // the last output's readers of `shared`
+    if (k > 0) __syncthreads();  // for the readers of the last output in `shared`
     if (!is_set(dests.of[k].noop)) emit_slots<T>(dests.of[k], slots, k, at, shared);
   }
 }
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, Producer::kBlocksPerSm)
 #pragma unroll
   for (int k = 0; k < Producer::kOutputs; ++k) any = any || !is_set(dests.of[k].noop);
   if (!any) return;
-  // Behind an amax pass the last tiles come first: their inputs may still be in the L2.
+  // After an amax pass the last tiles are processed first: their inputs may still be in the L2.
   const unsigned tile = dests.of[0].amax_parts != nullptr ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const Place at(tile / unsigned(domain.tile_cols), tile % unsigned(domain.tile_cols));
   if constexpr (kSharedInSlots<Producer>) {
@@ -295,7 +295,7 @@ inline int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
 
 inline unsigned grid_of(const char* op, int64_t tiles) {
   if (tiles > INT32_MAX) throw Error(TE_NOT_IMPLEMENTED, concat(op, ": more than 2^31 tiles of 128 x 128 elements."));
-  return static_cast<unsigned>(tiles < 1 ? 1 : tiles);  // one at least: the scale of an empty tensor is written too
+  return static_cast<unsigned>(tiles < 1 ? 1 : tiles);  // at least one: the scale of an empty tensor is written too
 }
 
 // Covers the elements and the tails of both pitches.
@@ -311,7 +311,7 @@ Domain domain_of(int64_t rows, int64_t cols, bool wide, const Dests<kOutputs>& d
   return {rows, cols, tiles_of(last_row), tile_cols < 1 ? 1 : tile_cols, wide};
 }
 
-#if !defined(TE_EMULATED_GPU)  // nothing is launched there
+#if !defined(TE_EMULATED_GPU)  // the emulation launches nothing
 
 template <class Producer>
 void launch_quantize(const char* op, const Producer& producer, const Dests<Producer::kOutputs>& dests, int64_t rows,

@@ -22,7 +22,7 @@ using namespace te::cpu;
 
 constexpr int64_t kPairs = kChunk / 2;
 
-// Cosines, and the signed sines that weigh the partner, of up to kPairs pairs at one position.
+// Cosines, and signed sines that multiply the partner, of up to kPairs pairs at one position.
 struct Angles {
   float low_cos[kPairs], low_weight[kPairs], high_cos[kPairs], high_weight[kPairs];
 };
@@ -145,7 +145,7 @@ void check_tensors(const te_rope_plan& plan, const char* argument, const te_rope
               {"head", group, t.head_stride},
               {"group", heads / group, t.group_stride}};
   for (const auto& dim : dims) {
-    // Two places of an output that share memory would be written in no order.
+    // If two elements of an output share memory, their order of writes would be undefined.
     const int64_t least = written ? plan.head_dim : 0;
     if (dim.size > 1 && dim.stride < least) {
       bad_argument(kOp, argument, concat("of ", dim.name, " stride ", dim.stride), concat(">= ", least));

@@ -1,7 +1,7 @@
-// rope, CUDA path: a warp takes one position and up to about 24 of the heads of q, k and v. Its lanes ask for their
-// 16-byte vectors of the next heads before they need them, into slots of shared memory that no other lane touches; make
-// each sine and cosine of the position once for the warp; and keep those of their columns in registers over all heads.
-// No barrier is met. Bound by memory: 4 bytes an element of q and k for 16-bit types, and the angles.
+// rope, CUDA path: a warp processes one position and up to about 24 heads of q, k and v. Its lanes load the 16-byte
+// vectors of the next heads ahead of use, into slots of shared memory that no other lane touches; compute each sine and
+// cosine of the position once for the warp; and keep those of their columns in registers over all heads. There is no
+// barrier. Memory-bound: 4 bytes an element of q and k for 16-bit types, and the angles.
 #include <cuda_pipeline_primitives.h>
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace te::rope::cuda {
 
 namespace {
 
-constexpr int kWarps = 4;        // of a block, each for itself
-constexpr int kBlocksPerSm = 6;  // leaves 80 registers to a thread
-constexpr int kDepth = 3;        // heads on their way to a lane while one is worked on
-constexpr int kItems = 6;        // turns of a warp over the heads; more heads are split over more warps
+constexpr int kWarps = 4;        // of a block, independent of each other
+constexpr int kBlocksPerSm = 6;  // leaves 80 registers for a thread
+constexpr int kDepth = 3;        // heads that a lane loads ahead
+constexpr int kItems = 6;        // steps of a warp over the heads; more heads are split over more warps
 constexpr int kWarpsWanted = 132 * kWarps * kBlocksPerSm;  // fewer positions are split further, to fill an H200
 
-// A vector as it was loaded.
+// A vector in its memory format.
 template <class T, int N>
 using Raw = std::conditional_t<N == 1, T, uint4>;
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void rotate(Raw<T, N> (&x)[2], const SlotAngles<N>& a
   memcpy(x, packed, sizeof(packed));
 }
 
-// Which columns a lane takes of each of its heads.
+// The columns of a lane in each of its heads.
 struct Columns {
   int first;        // of A
   int low_to_high;  // from A to B; 0: no B
@@ -65,7 +65,7 @@ struct Columns {
   }
 };
 
-// The heads that a warp takes of one part: [begin, end), counted within the part.
+// The heads of a warp in one part: [begin, end), counted within the part.
 struct Heads {
   int begin, end;
 };
@@ -75,7 +75,7 @@ __device__ __forceinline__ Heads heads_of(const KernelPlan& plan, const KernelPa
   return {max(first - part.first_head, 0), min(first + plan.split_heads - part.first_head, part.heads)};
 }
 
-// Asks for the heads of a warp in their order, one turn (plan.heads_at_once heads) after another.
+// Loads the heads of a warp in their order, one step (plan.heads_at_once heads) after another.
 template <class T, int N>
 class Asker {
  public:
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm) rotate_kernel(con
       if (heads.begin >= heads.end) continue;
       const int wanted = part == 1 ? plan.tables - 1 : 0;
       if (part < 2 && held != wanted) {
-        __syncwarp();  // the last angles have been read
+        __syncwarp();  // all lanes have read the last angles
         fill_angles<N, kInterleaved>(plan, at, wanted, first_slot, table);
         __syncwarp();
         angles.read(table, slot_of_warp, plan.width);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm) rotate_kernel(con
         __pipeline_wait_prior(kDepth - 1);
         const int head = first + head_of_warp;
         if (columns.works && head < heads.end) {
-          Raw<T, N> x[2] = {ring[turn * 2 * kWarp], ring[turn * 2 * kWarp + kWarp]};  // the second may be nothing
+          Raw<T, N> x[2] = {ring[turn * 2 * kWarp], ring[turn * 2 * kWarp + kWarp]};  // the second may not exist
           if (columns.rotates && part < 2) rotate<T, N, kInterleaved>(x, angles);
           T* const to = out + head_offset(p.out_strides, p.out_group, head);
           store<T, N>(to, x[0]);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm) rotate_kernel(con
   }
 }
 
-// Whether every vector of t at columns that are multiples of the vector's width lies on 16 bytes.
+// Whether every vector of t at columns that are multiples of the vector's width starts on 16 bytes.
 bool aligned16(const te_rope_plan& plan, const te_rope_tensor& t, int64_t heads) {
   const auto bytes = int64_t(te_dtype_bytes(plan.dtype));
   const auto fits = [bytes](int64_t size, int64_t stride) { return size <= 1 || stride * bytes % 16 == 0; };
@@ -253,7 +253,8 @@ void apply(const te_rope_plan& plan, te_stream stream) {
   const int64_t heads = plan.q_heads + plan.k_heads + plan.v_heads;
   if (plan.seq * plan.batch * heads * plan.head_dim == 0) return;
   if (plan.seq * plan.batch > INT32_MAX || heads > INT32_MAX / 2 || plan.head_dim > INT32_MAX / 2) {
-    throw Error(TE_NOT_IMPLEMENTED, "te_rope_apply: 2^31 positions, 2^30 heads or a head_dim of 2^30, and more.");
+    throw Error(TE_NOT_IMPLEMENTED,
+                "te_rope_apply: at least 2^31 positions, 2^30 heads or a head_dim of 2^30; pass q and k in parts.");
   }
   dispatch_float(plan.dtype, "te_rope_apply", "plan.dtype", [&](auto t) {
     using T = decltype(t);

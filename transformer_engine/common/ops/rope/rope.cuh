@@ -1,5 +1,4 @@
-// rope, what a warp of the CUDA path knows: the plan of a launch, where a head lies, and the angles of a position. No
-// element of q, k or v is touched here.
+// rope, state of a warp of the CUDA path: the plan of a launch, the address of a head, and the angles of a position.
 #pragma once
 
 #include "core/reduce.cuh"
@@ -8,7 +7,7 @@
 
 namespace te::rope::cuda {
 
-constexpr int kPairsAtOnce = 2;  // pairs whose angles a lane has loads out for
+constexpr int kPairsAtOnce = 2;  // pairs whose angles a lane loads at once
 
 struct Strides {
   int64_t seq, batch, group, head;
@@ -37,8 +36,8 @@ struct KernelPart {
   int32_t first_head, heads;    // among the heads of q, k and v
 };
 
-// A slot is what one lane takes of one head: two vectors A and B of N elements. In the rotated columns its 2 N elements
-// are N whole pairs (A low and B high ones, or, interleaved, 2 N neighbours); beyond, they are copied.
+// A slot is a lane's share of one head: two vectors A and B of N elements. In the rotated columns its 2 N elements are
+// N complete pairs (A low and B high ones, or, interleaved, 2 N neighbours); other columns are copied.
 struct KernelPlan {
   KernelPart parts[kParts];
   const float* freqs[2];  // of q, of k
@@ -86,7 +85,7 @@ __device__ __forceinline__ constexpr int partner_of(int element) {
   return element ^ (kInterleaved ? 1 : N);
 }
 
-// Called by a whole warp; `first_slot` is the first of the plan.width slots at hand.
+// By all lanes of a warp; `first_slot` is the first of the current plan.width slots.
 template <int N, bool kInterleaved>
 __device__ __forceinline__ void fill_angles(const KernelPlan& plan, const Position& at, int table, int first_slot,
                                             float* cosines) {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void fill_angles(const KernelPlan& plan, const Positi
       if (pair >= pairs) continue;
       const SinCos of_low = sin_cos(low[k]);
       SinCos of_high = of_low;
-      if (low[k] != high[k]) of_high = sin_cos(high[k]);  // seldom: the two angles of a pair are mostly one
+      if (low[k] != high[k]) of_high = sin_cos(high[k]);  // rare: the two angles of a pair are mostly equal
       const int slot = pair / N;
       const int low_at = Table::place(kInterleaved ? pair % N * 2 : pair % N, slot, slots);
       const int high_at = Table::place(kInterleaved ? pair % N * 2 + 1 : pair % N + N, slot, slots);
@@ -127,7 +126,7 @@ __device__ __forceinline__ void fill_angles(const KernelPlan& plan, const Positi
   }
 }
 
-// What a lane holds of a slot's angles.
+// A lane's angles of a slot.
 template <int N>
 struct SlotAngles {
   float cosine[2 * N];

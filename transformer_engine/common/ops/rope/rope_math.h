@@ -1,6 +1,6 @@
-// What the CPU and the CUDA path of rope share, so that they give the same bits: sine and cosine of an angle, the
-// rotation of one element, and the plan's tensors as a list. Every multiply-add is spelled out as fma, for a compiler
-// that fuses by itself does so differently on host and device.
+// Functions that the CPU and the CUDA path of rope share, so that they give the same bits: sine and cosine of an angle,
+// the rotation of one element, and the plan's tensors as a list. Every multiply-add is an explicit fma, since compilers
+// contract differently on host and device.
 #pragma once
 
 #include <cmath>
@@ -17,13 +17,13 @@ struct SinCos {
 
 constexpr uint32_t kNaNBits = 0x7fffffffu;
 
-// Larger fp32 angles lie 128 apart, twenty turns: they say nothing of a position, and become NaN.
+// Larger fp32 angles are 128 apart, twenty turns: they carry no position, and give NaN.
 constexpr float kMaxAngle = 1073741824.f;  // 2^30
 
 // Sine and cosine within 2^-23, without branches; NaN beyond kMaxAngle, and for NaN and Inf.
 // The angle is reduced to r in [-pi/4, pi/4] in double: n = round(2 angle / pi) has at most 30 bits, each fma rounds
-// once, and pi/2 is carried to 107 bits, so r is right to fp32 precision even where the angle is next to a multiple of
-// pi/2. The polynomials are Cephes' for fp32 (sinf.c, cosf.c), off by less than 1 ulp of 1.
+// once, and pi/2 has 107 bits, so that r has fp32 precision even if the angle is next to a multiple of pi/2. The
+// polynomials are those of Cephes for fp32 (sinf.c, cosf.c), with an error below 1 ulp of 1.
 TE_HOST_DEVICE SinCos sin_cos(float given) {
   const float angle = fabsf(given) <= kMaxAngle ? given : te::detail::float_of(kNaNBits);
   const double shifted = fma(double(angle), 0.63661977236758134, 6755399441055744.0);  // 2/pi; 1.5 * 2^52
@@ -54,11 +54,11 @@ TE_HOST_DEVICE float rotated(float x, float partner, float cosine, float weight)
 }
 
 // Forward, y_low = x_low cos(a_low) - x_high sin(a_low) and y_high = x_high cos(a_high) + x_low sin(a_high); the
-// transpose swaps the two sines with their signs. So the sine of an element's angle gets its sign here, and weighs that
-// element forward, its partner backward.
+// transpose swaps the two sines with their signs. So this function applies the sign to the sine of an element's angle,
+// which multiplies that element forward, and its partner backward.
 TE_HOST_DEVICE float signed_sine(bool low, float sine) { return low ? -sine : sine; }
 
-// One of q, k, v: where it is read and written, and how it is rotated.
+// One of q, k, v: its input, output and rotation.
 struct Part {
   te_rope_tensor in;
   te_rope_tensor out;

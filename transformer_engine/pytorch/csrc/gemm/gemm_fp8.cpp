@@ -57,7 +57,7 @@ struct Operand {
   }
   std::string name() const {
     const te::ScalingRow& row = te::scaling_row(scaling);
-    return row.whole() ? "per-tensor" : c10::str(row.block_rows, " x ", row.block_cols);
+    return row.is_per_tensor() ? "per-tensor" : c10::str(row.block_rows, " x ", row.block_cols);
   }
 };
 

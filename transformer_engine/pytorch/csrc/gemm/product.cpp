@@ -162,7 +162,7 @@ Operand rows_of(const Operand& t, const Rows& rows) {
   if (blocks.across) {  // as a matrix of their own, whose pitch is a multiple of 4
     part.rowwise_scale_inv = scales.new_zeros({scales.size(0), (rows.count + 3) / 4 * 4});
     part.rowwise_scale_inv.narrow(1, 0, rows.count).copy_(scales.narrow(1, rows.first, rows.count));
-  } else if (!blocks.whole()) {
+  } else if (!blocks.is_per_tensor()) {
     const int64_t last = rows.first + rows.count;
     TORCH_INTERNAL_ASSERT(rows.first % blocks.block_rows == 0 &&
                           (last % blocks.block_rows == 0 || last == q.rowwise.size(0)));

@@ -163,9 +163,9 @@ namespace {
 std::atomic<int32_t> most_sms{0};
 }
 
-int32_t sms_of(int32_t there) {
+int32_t sms_of(int32_t available) {
   const int32_t most = most_sms.load(std::memory_order_relaxed);
-  return most == 0 ? there : std::min(most, there);
+  return most == 0 ? available : std::min(most, available);
 }
 
 }  // namespace te::gemm::grouped
