@@ -47,14 +47,14 @@ inline bool has_gpu() {
   if (!te_built_with_cuda()) return false;  // the engine under test may be another build than the tests
   int count = 0;
   const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-  if (!found) cudaGetLastError();  // the failure is the answer; leave no error behind
+  if (!found) cudaGetLastError();  // no GPU is a valid answer; clear the error
   return found;
 #else
   return false;
 #endif
 }
 
-// What te_tensor.device takes: the CPU, then GPU 0 if any. For INSTANTIATE_TEST_SUITE_P(..., ValuesIn(devices())).
+// Values of te_tensor.device: the CPU, then GPU 0 if any. For INSTANTIATE_TEST_SUITE_P(..., ValuesIn(devices())).
 inline std::vector<int32_t> devices() {
   return has_gpu() ? std::vector<int32_t>{TE_DEVICE_CPU, 0} : std::vector<int32_t>{TE_DEVICE_CPU};
 }

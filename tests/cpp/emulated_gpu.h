@@ -1,10 +1,10 @@
-// A cluster of Hopper's blocks on the host: what the grouped kernels ask of the hardware, under the names of
-// ops/gemm/sm90/ptx.cuh and of CUDA, so that a test can include the kernels themselves and run them. Threads are fibers
-// of one thread, switched in a random order; copies land at random later times, and tensor cores read their operands as
-// late as they may, so that a missing wait or an early release shows as a wrong result. Shared memory begins as NaN.
-//
-// What it is written from is the PTX ISA's tables of layouts (tensor copies, wgmma operands and fragments, mbarrier),
-// not the kernels' own index functions. It says nothing of speed, and cannot see a missing proxy or mma fence.
+// An emulated cluster of Hopper CTAs on the host. It defines CUDA's names, and emulated_sm90.h those of
+// ops/gemm/sm90/ptx.cuh, so that a test can include the kernels' sources and run them.
+// - Threads are fibers of one thread, switched in a random order. Copies land at random later times, and tensor cores
+//   read their operands as late as possible, so that a missing wait or an early release gives a wrong result. Shared
+//   memory is NaN at first.
+// - The layouts (TMA copies, wgmma operands and fragments, mbarrier) come from the tables of the PTX ISA, not from the
+//   kernels' index functions. A missing proxy fence or wgmma fence is not detected.
 #pragma once
 
 #include <sys/mman.h>
@@ -28,7 +28,7 @@
 
 #include "core/dtype.h"
 
-#undef TE_WITH_CUDA  // CUDA's own names would be in the way; include this before anything that looks
+#undef TE_WITH_CUDA  // CUDA's names would conflict; include this header first
 #define TE_EMULATED_GPU
 #define __device__
 #define __global__
@@ -58,7 +58,7 @@ static_assert(sizeof(CUtensorMap) == 128);
 namespace te::testing::gpu {
 
 constexpr size_t kStackBytes = 256 << 10;  // a kernel's parameters alone are 32 KiB
-constexpr uint32_t kSharedBase = 0x410;    // where shared memory begins: on 16 bytes, not on 1,024
+constexpr uint32_t kSharedBase = 0x410;    // the first address of shared memory: on 16 bytes, not on 1,024
 constexpr size_t kSharedBytes = 227 << 10;
 constexpr int kNamedBarriers = 16;
 
@@ -77,18 +77,18 @@ struct Barrier {
   }
 };
 
-// A meeting of `count` fibers, each of which comes once in a round.
+// A barrier of fibers, each of which arrives once in a round.
 struct Meeting {
-  int there = 0, round = 0;
-  std::set<unsigned> who;
+  int arrived = 0, round = 0;
+  std::set<unsigned> threads;
 };
 
 struct Fiber {
   ucontext_t context;
   void* stack = nullptr;
-  std::function<bool()> ready;  // what it waits for; empty: it can run
+  std::function<bool()> ready;  // the condition of its wait; empty: it can run
   bool done = false;
-  uint32_t word = 0;                                   // what it shows other lanes
+  uint32_t word = 0;                                   // its value in a warp shuffle
   std::deque<std::vector<std::function<void()>>> mma;  // committed groups, and the open one at the end
 };
 
@@ -128,16 +128,16 @@ class Cluster {
   unsigned size() const { return unsigned(blocks_.size()); }
   Fiber& self() { return fibers_[rank() * threads_ + threadIdx.x]; }
 
-  // Until condition() holds; others run meanwhile, at times also where it holds already.
+  // Waits until condition() holds; at times other fibers run even if it holds already.
   void wait(std::function<bool()> condition) {
     if (condition() && random_() % 4 != 0) return;
     self().ready = std::move(condition);
     swapcontext(&self().context, &scheduler_);
   }
   void come_to(Meeting& m, unsigned count) {
-    if (++m.there < int(count)) return;
-    m.there = 0;
-    m.who.clear();
+    if (++m.arrived < int(count)) return;
+    m.arrived = 0;
+    m.threads.clear();
     ++m.round;
   }
   void meet_at(Meeting& m, unsigned count) {
@@ -145,10 +145,10 @@ class Cluster {
     come_to(m, count);
     wait([&m, round] { return m.round != round; });
   }
-  // At a numbered barrier of the block; without waiting for the others.
+  // Arrives at a numbered barrier of the CTA without waiting.
   void arrive(int id, int count) {
     Meeting& m = blocks_[rank()].meetings[id];
-    if (!m.who.insert(threadIdx.x).second) throw std::logic_error("a thread that comes to a barrier twice in a round");
+    if (!m.threads.insert(threadIdx.x).second) throw std::logic_error("a thread arrives twice in a round of a barrier");
     come_to(m, unsigned(count));
   }
   void meet(int id, int count) {
@@ -160,7 +160,7 @@ class Cluster {
   void meet_block() { meet(0, int(threads_)); }
   void meet_warp() { meet_at(blocks_[rank()].meetings[kNamedBarriers + int(threadIdx.x / 32)], 32); }
   void meet_cluster() { meet_at(meeting_, unsigned(fibers_.size())); }
-  // By the 32 lanes of a warp: the word of lane `from`.
+  // By the 32 lanes of a warp: returns the word of lane `from`.
   uint32_t exchange(uint32_t word, unsigned from) {
     self().word = word;
     meet_warp();
@@ -177,12 +177,12 @@ class Cluster {
   }
   Barrier& barrier(unsigned rank, uint32_t address) {
     const auto found = blocks_[rank].barriers.find(address);
-    if (found == blocks_[rank].barriers.end()) throw std::logic_error("a barrier that nobody initialised");
+    if (found == blocks_[rank].barriers.end()) throw std::logic_error("a barrier was not initialised");
     return found->second;
   }
   void new_barrier(uint32_t address, int arrivals) {
     const bool fresh = blocks_[rank()].barriers.emplace(address, Barrier{arrivals, arrivals, 0, 0}).second;
-    if (!fresh) throw std::logic_error("a barrier that is initialised twice");
+    if (!fresh) throw std::logic_error("a barrier was initialised twice");
   }
   void later(std::function<void()> copy) { copies_.push_back(std::move(copy)); }
   bool ended(unsigned rank) const {
@@ -211,7 +211,7 @@ class Cluster {
   void schedule() {
     std::vector<unsigned> order(fibers_.size());
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-    unsigned held = random_() % size(), passes = random_() % 400;  // one block falls behind, from the start too
+    unsigned held = random_() % size(), passes = random_() % 400;  // one CTA is delayed, from the start too
     for (bool alive = true; alive;) {
       std::shuffle(order.begin(), order.end(), random_);
       alive = false;
@@ -235,16 +235,16 @@ class Cluster {
         moved = true;
       }
       if (!moved && std::exchange(passes, 0) > 0) continue;
-      if (alive && !moved) throw std::runtime_error("every thread waits and no copy is under way");
+      if (alive && !moved) throw std::runtime_error("every thread waits and no copy is in flight");
     }
-    if (!copies_.empty()) throw std::logic_error("a block ended with copies under way");
+    if (!copies_.empty()) throw std::logic_error("a CTA ended with copies in flight");
     for (const BlockState& b : blocks_) {
       for (const auto& [id, meeting] : b.meetings) {
-        if (meeting.there != 0) throw std::logic_error("a block ended with a barrier that some had come to");
+        if (meeting.arrived != 0) throw std::logic_error("a CTA ended with an incomplete barrier");
       }
     }
     for (Fiber& f : fibers_) {
-      if (f.mma.size() != 1 || !f.mma.front().empty()) throw std::logic_error("a thread ended with sums under way");
+      if (f.mma.size() != 1 || !f.mma.front().empty()) throw std::logic_error("a thread ended with products in flight");
     }
   }
 
@@ -259,8 +259,8 @@ class Cluster {
   std::vector<std::function<void()>> copies_;
 };
 
-// Where an operand's element is, by its descriptor; `across` and `depth` count from the descriptor's start. 16-byte
-// pieces of each 128-byte line are exchanged by the line's number modulo 8, which address bits 7 to 9 are.
+// The address of an operand's element by its descriptor; `mn` and `k` count from the descriptor's start. The swizzle
+// permutes the 16-byte pieces of each 128-byte row by the row's number modulo 8, which is address bits 7 to 9.
 inline uint32_t element_address(uint64_t descriptor, bool transposed, int mn, int k, int bytes = 2) {
   const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fff) << 4; };
   const uint32_t start = field(0), leading = field(16), stride = field(32);

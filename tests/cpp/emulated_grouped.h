@@ -1,4 +1,4 @@
-// What a plan of grouped products asks of a GPU, on emulated blocks: maps of matrices, and the start of a kernel.
+// The Gpu of grouped/launches.h on emulated CTAs: tensor maps, and launches of kernels.
 #pragma once
 
 #include "emulated_sm90.h"

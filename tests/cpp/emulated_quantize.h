@@ -1,6 +1,5 @@
-// What the quantize room's kernels ask of the hardware (ops/quantize/ptx.cuh, CUDA's intrinsics), on the emulated
-// blocks of emulated_gpu.h: the kernels' own source runs on the host, one block after the other. Include it before
-// them.
+// The functions of ops/quantize/ptx.cuh and the intrinsics of CUDA that its kernels use, on the emulated CTAs of
+// emulated_gpu.h, so that the kernels' sources run on the host, one CTA after the other. Include it before them.
 #pragma once
 
 #include <algorithm>

@@ -18,7 +18,8 @@ inline void load_global(const void* from, uint32_t (&words)[4], bool live) {
   if (live) std::memcpy(words, from, sizeof(words));
 }
 inline void reduce_add(float* to, const float (&v)[4]) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) throw std::logic_error("a sum that does not begin on 16 bytes");
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0)
+    throw std::logic_error("reduce_add on an address that is no multiple of 16");
   for (int i = 0; i < 4; ++i) to[i] += v[i];
 }
 inline void cluster_sync() { Cluster::current().meet_cluster(); }
@@ -36,10 +37,10 @@ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
 }
 inline void barrier_arrive(uint64_t* barrier, uint32_t rank) {
   Cluster& cluster = Cluster::current();
-  if (cluster.ended(rank)) throw std::logic_error("an arrival at a block that has ended");
+  if (cluster.ended(rank)) throw std::logic_error("an arrival at a CTA that has ended");
   cluster.barrier(rank, shared_address(barrier)).arrive();
 }
-// True of the phase before the current one, which of a fresh barrier is a finished one.
+// Waits for the phase with this parity; before a barrier's first phase, parity 1 counts as completed.
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   const testing::gpu::Barrier& b = barrier_of(barrier);
   Cluster::current().wait([&b, parity] { return (b.phase & 1u) != parity; });
@@ -50,7 +51,7 @@ inline void tma_load_to(unsigned first, unsigned last, void* to, const CUtensorM
                         BoxCoord at) {
   Cluster& cluster = Cluster::current();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
-  if (base % 1024 != 0) throw std::logic_error("a box that does not begin on 1,024 bytes");
+  if (base % 1024 != 0) throw std::logic_error("a box at an address that is no multiple of 1,024");
   const CUtensorMap matrix = *map;
   for (unsigned rank = first; rank <= last; ++rank) {
     cluster.later([&cluster, rank, base, full, matrix, at] {
@@ -87,7 +88,7 @@ inline void bulk_load(void* to, const void* from, uint64_t* barrier, uint32_t by
   const unsigned rank = cluster_rank();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
   if (base % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
-    throw std::logic_error("a copy that is not of 16 bytes");
+    throw std::logic_error("bulk_load of addresses or sizes that are no multiples of 16");
   }
   cluster.later([&cluster, rank, base, full, from, bytes] {
     if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");
@@ -101,11 +102,11 @@ inline void fence_async_proxy() {}
 inline void named_barrier_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
 inline void compiler_fence() {}
 inline float load_scale(const float* scale) { return *scale; }
-inline float multiply_rn(float a, float b) { return std::fma(a, b, -0.f); }  // which no compiler makes part of a sum
+inline float multiply_rn(float a, float b) { return std::fma(a, b, -0.f); }  // not contracted with a later sum
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { Cluster::current().self().mma.emplace_back(); }
-// .sync.aligned: no lane goes on before its warp's sums are there. Other warps' may still be under way.
+// .sync.aligned: all lanes of a warp wait for the warp's products; those of other warps may still be in flight.
 template <int kPending>
 void wgmma_wait() {
   auto& groups = Cluster::current().self().mma;
@@ -121,7 +122,7 @@ template <int kFragment>
 void fence_accumulators(float (&)[kFragment]) {}
 
 // This thread's share of 64 rows of results: register 4 j + 2 h + c is row 16 warp + lane / 4 + 8 h, column
-// 8 j + 2 (lane % 4) + c. Sums are float32's, in the order of the depth; a GPU's keep fewer bits of FP8 products.
+// 8 j + 2 (lane % 4) + c. Sums are float32, with ascending K; a GPU keeps fewer bits of FP8 products.
 template <class Left, class Right, int kK, int kFragment>
 void multiply(float (&d)[kFragment], uint64_t a, uint64_t b, bool left_mn, bool right_mn, bool add) {
   static_assert(sizeof(Left) == sizeof(Right));

@@ -18,7 +18,7 @@ namespace te::testing {
 
 struct GroupedShape {
   std::vector<int32_t> splits;
-  int64_t tail;  // rows behind the last group
+  int64_t tail;  // rows after the last group
   int64_t n, k;
   int64_t extra_pitch = 0;
 

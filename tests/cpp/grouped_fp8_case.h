@@ -271,7 +271,7 @@ class Fp8Case {
 
 inline const char* scaling_name(te_scaling scaling) { return scaling == TE_SCALING_TENSOR ? " tensor" : " blocks"; }
 
-// What is to be there: f(element of `got`, group or -1, row, col) for each element of a row product's result.
+// Calls f(element of `got`, group or -1, row, col) for each element of a row product's result.
 template <class Left, class D, class F>
 void for_rows(const Fp8Case<Left, D>& c, F&& f) {
   const std::vector<D> got = c.result->read();

@@ -10,7 +10,7 @@
 
 namespace te::testing {
 
-// A poisoned matrix with a poisoned row before it and one behind, wider than its tensor says; and what is to be in it.
+// A poisoned matrix with a poisoned row before and after it, wider than its tensor, and its expected contents.
 template <class T>
 struct Guarded {
   Buffer<T> buffer;

@@ -66,7 +66,7 @@ inline Bytes bytes_of(te_dtype dtype, const Floats& values) {
   return bytes;
 }
 
-// A list's memory: bytes that start `offset` elements behind a multiple of 256.
+// A list's memory: bytes that start `offset` elements after a multiple of 256.
 struct Memory {
   Memory(int32_t device, const Bytes& bytes, size_t offset)
       : offset(int64_t(offset)), buffer(device, 1, this->offset + int64_t(bytes.size())) {
@@ -159,7 +159,7 @@ inline Problem problem_of(const te_adam_plan& plan, size_t n, unsigned seed = 1)
   return p;
 }
 
-// What the engine has to leave behind.
+// The expected results.
 inline Problem stepped(const Problem& given) {
   Problem p = given;
   const te_adam_plan& plan = p.plan;
@@ -226,7 +226,7 @@ inline Problem stepped(const Problem& given) {
   return p;
 }
 
-// The same by the engine: tensors of these sizes, one behind the other in each list, at an odd address or not.
+// The same by the engine: tensors of these sizes, adjacent in each list, at an odd address or not.
 inline Problem by_engine(int32_t device, const Problem& given, const std::vector<size_t>& sizes, size_t offset = 0) {
   Problem p = given;
   std::unique_ptr<Memory> memory[5];

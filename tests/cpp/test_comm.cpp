@@ -128,7 +128,7 @@ TEST_P(Comm, OnePartialKeepsItsBits) {
   expect_bits(out.read(), x.read(), "one partial");
 }
 
-// Shards [rows, m] of T at their pitches; `pad` columns behind out's are zeros.
+// Shards [rows, m] of T at their pitches; `pad` columns after out's are zeros.
 template <class T>
 void check_interleave(int32_t device, int32_t ranks, int64_t rows, int64_t m, int64_t shard_pitch, int64_t pad) {
   const std::string what = std::to_string(ranks) + " shards of " + std::to_string(rows) + "x" + std::to_string(m) +
@@ -145,7 +145,7 @@ void check_interleave(int32_t device, int32_t ranks, int64_t rows, int64_t m, in
     shards.push_back(buffers.back()->tensor());
     for (int64_t i = 0; i < rows * m; ++i) want[size_t(i / m * pitch + rank * m + i % m)] = values[size_t(i)];
   }
-  Buffer<T> out(device, rows, pitch);  // as wide as its pitch, so that reading it shows what is behind the columns
+  Buffer<T> out(device, rows, pitch);  // as wide as its pitch, so that the tail of each row is read too
   te_tensor target = out.tensor();
   target.cols = cols;
   TE_ASSERT_OK(te_comm_interleave(shards.data(), ranks, target, nullptr));

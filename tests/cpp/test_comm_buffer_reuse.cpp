@@ -24,7 +24,7 @@ struct Layer {
   Sharded<Half> w1, w2;
 };
 
-// What a layer is given and leaves in one microbatch.
+// The inputs and outputs of a layer in one microbatch.
 struct Pass {
   Sharded<Half> h, y, dh, dx, dw1, dw2;
 
@@ -197,7 +197,7 @@ INSTANTIATE_TEST_SUITE_P(Bits, LeftOut,
 TEST_P(LeftOut, IsSeen) {
   for (const int32_t ranks : {2, 4}) {
     int wrong = 0;
-    // Pushes of one microbatch stand behind waits of the other, which hides that a wait of their own is missing.
+    // Pushes of one microbatch follow waits of the other, which hides that a wait of their own is missing.
     for (const int batches : {1, 2}) {
       const Stack want = expected(ranks, 3, batches);
       for (uint64_t seed = 0; seed < 100; ++seed) {

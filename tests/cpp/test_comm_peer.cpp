@@ -195,7 +195,7 @@ TEST(CommPeer, WaitsThatEachEndInTimeAreNotOneLongWait) {
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
-// A process of its own, which is stopped for twice the deadline while its rank waits: that time is nobody's fault.
+// A separate process, which is stopped for twice the deadline while its rank waits: that time does not count.
 TEST(CommPeer, TimeThatThisProcessWasStoppedForDoesNotCount) {
   const pid_t child = fork();
   if (child == 0) {
@@ -229,7 +229,7 @@ TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {
   Ranks all(2);
   const pid_t child = fork();
   if (child == 0) _exit(0);
-  all.words().member(1).pid = uint32_t(child);  // a zombie, until somebody asks for its status
+  all.words().member(1).pid = uint32_t(child);  // a zombie, until its parent reads its status
   const auto began = Clock::now();
   all.call(0, "alone", 1);
   EXPECT_LT(std::chrono::duration<double>(Clock::now() - began).count(), 2);
@@ -293,7 +293,7 @@ TEST(CommPeer, AWaitForARankThatClosedItsChannelEnds) {
   EXPECT_EQ(all.failure(0).peer, 1);
 }
 
-// As streams wait: nobody looks at the failure beside the word.
+// Like waiting streams, which do not read the failure word.
 TEST(CommPeer, WordsThatAreAwaitedBehindAFailureAreSet) {
   Ranks all(2);
   ok(te_comm_peer_give_up(all[1], "raised"));
@@ -329,7 +329,7 @@ TEST(CommPeer, Refusals) {
   EXPECT_EQ(te_comm_peer_push(all[0], 0, 1, kBytes, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
   EXPECT_EQ(te_comm_peer_push(all[0], 0, 2, 0, 1, &value, 1, 1, 1), TE_INVALID_ARGUMENT);
   EXPECT_EQ(te_comm_peer_wait(all[0], 0, -2, nullptr), TE_INVALID_ARGUMENT);
-  EXPECT_EQ(te_comm_peer_signal(all[0], 0, 0), TE_INVALID_ARGUMENT);  // nobody awaits a word of its own
+  EXPECT_EQ(te_comm_peer_signal(all[0], 0, 0), TE_INVALID_ARGUMENT);  // a rank does not await its own word
   EXPECT_EQ(te_comm_peer_done(all[0], 0, 0, nullptr, 0, nullptr), TE_INVALID_ARGUMENT);
 }
 

@@ -114,7 +114,7 @@ TEST(CommPlan, RemoteRowsAreThere) {
           EXPECT_EQ(int32_t(waited.size()), planned.problem.ranks - 1) << planned.what();
         }
       }
-      // A slot is given back behind the last step: whatever comes to it has to have come.
+      // A buffer is released after the last step: all its pushes must have arrived.
       if (planned.gathers() && planned.problem.ranks > 1) {
         EXPECT_EQ(int32_t(waited.size()), planned.problem.ranks) << planned.what();
       }
@@ -263,7 +263,7 @@ TEST(CommPlan, CopiesBesideAProductSlowIt) {
   problem.costs.beside = 1.1;
   const double beside = plans(problem).predictions[0].us;
   EXPECT_GT(beside, alone);
-  EXPECT_LT(beside, 1.1 * alone);  // behind the last row nothing is pushed
+  EXPECT_LT(beside, 1.1 * alone);  // nothing is pushed after the last row
   problem.schedule = TE_COMM_SERIAL;
   const double serial = plans(problem).predictions[0].us;
   problem.costs.link_bytes_per_us /= 10;

@@ -132,7 +132,7 @@ TEST(CommWorld, ProductScatter) {
   }
 }
 
-// What was lent by te_set_cpu_gemm, or the plain loop where nothing was, gives the same call.
+// With by_loop off a call uses te_gemm: the installed CPU product, or the plain loop.
 TEST(CommWorld, ProductsAreTeGemms) {
   WorldOptions options = options_of(2, 1);
   options.by_loop = false;

@@ -280,7 +280,7 @@ TEST(Error, LongMessagesAreCutNotOverrun) {
 }
 
 TEST(Error, UnopenableLibraryNamesEverythingTried) {
-  // Whether these machines have the library is theirs to say; what must hold is that a failure says what was tried.
+  // A machine may lack the library; a failure must list the paths that were tried.
   for (const char* name : {"cublasLt", "nccl", "cuda"}) {
     const te_status status = te_probe_library(name);
     if (status == TE_SUCCESS) continue;

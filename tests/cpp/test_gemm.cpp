@@ -179,7 +179,7 @@ TEST_P(Gemm, RepeatsItsBits) {
   }
 }
 
-// Runs of a product's rows, by the whole one's algorithm. Mutant: takes_runs() that says 1 of a split reduction.
+// Runs of a product's rows, by the full product's algorithm. Mutant: takes_runs() that returns 1 for a split reduction.
 TEST_P(Gemm, RunsHaveTheBitsOfTheWhole) {
   for (const te_gemm_layout layout : {TE_GEMM_TN, TE_GEMM_NN}) {
     for (const Shape& s : {Shape{256, 136, 520, 0}, Shape{48, 64, 4096, 8}}) {

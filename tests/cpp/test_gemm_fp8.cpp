@@ -42,8 +42,8 @@ double value_of(te_dtype dtype, uint8_t bits) { return dtype == kE4M3 ? to_float
 int64_t blocks(int64_t n) { return (n + 127) / 128; }
 int64_t padded(int64_t n) { return (n + 3) / 4 * 4; }
 
-// [outer, depth] FP8 data of small whole numbers, scaled by powers of two: products and their sums are exact in any
-// order and in the 14 bits that a tensor core keeps.
+// [outer, depth] FP8 data of small integers, scaled by powers of two: products and their sums are exact in any order
+// and in the 14 bits that a tensor core keeps.
 struct Operand {
   Operand(int32_t device, te_dtype dtype, te_scaling scaling, int64_t outer, int64_t depth, int64_t extra_pitch,
           unsigned seed)

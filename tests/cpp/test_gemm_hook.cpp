@@ -92,7 +92,7 @@ struct Problem {
     if (epilogue == TE_GEMM_GELU || epilogue == TE_GEMM_DGELU) problem.aux = aux.tensor();
   }
 
-  // Everything that a run leaves behind; what it only reads is set first, all else poisoned.
+  // All outputs of a run; inputs are set first, all other memory is poisoned.
   template <class Run>
   std::vector<std::vector<double>> after(Run&& run) {
     d.poison(), aux.poison(), bias.poison();

@@ -52,7 +52,7 @@ void launch(Fp8Case<Left, D>& c, int sms, unsigned seed) {
   launch_fp8(c.problem, e, EmulatedGpu<Left>{{sms, seed}, c.scaling});
 }
 
-// Rows of groups are to be the formula's; those behind zeros, or as they were.
+// Rows of groups must equal the formula; rows after the last group are zeros, or unchanged.
 template <class Left, class D>
 void check_formula(Fp8Case<Left, D>& c, const std::string& name) {
   int64_t wrong = 0;
@@ -188,7 +188,7 @@ TEST(GroupedFp8Kernels, WildOffsets) {
   }
 }
 
-// What NaN a group holds reaches no other.
+// NaN in one group does not reach another.
 TEST(GroupedFp8Kernels, NanStaysInItsGroup) {
   const GroupedShape s{{33, 140, 1, 64}, 30, 140, 90};
   for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_DGRAD, TE_GROUPED_WGRAD}) {

@@ -232,7 +232,7 @@ TEST_P(Grouped, WhatOneGroupHoldsReachesNoOther) {
   for (const int g : {0, 2, 3, 4}) EXPECT_EQ(dirty.results[size_t(g)]->read(), clean.results[size_t(g)]->read()) << g;
 }
 
-// A group alone, and the same rows behind others in a larger buffer.
+// A group alone, and the same rows after others in a larger buffer.
 TEST_P(Grouped, BitsDependOnTheGroupAlone) {
   const GroupedShape alone{{77}, 0, 136, 264}, among{{50, 77, 9}, 31, 136, 264};
   const auto shifted = [](const std::vector<bf16>& values, int64_t cols, std::vector<bf16> whole) {

@@ -120,7 +120,7 @@ void weight_gradients() {
 TEST(GroupedKernels, WgradToFloat) { weight_gradients<bf16, float>(); }
 TEST(GroupedKernels, WgradToSixteenBits) { weight_gradients<fp16, fp16>(); }
 
-// Other groups' rows and what lies behind the last one are NaN where a group's depth ends in the middle of a block.
+// Other groups' rows and those after the last one are NaN, where a group's K ends in the middle of a k_block.
 TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
   const GroupedShape s{{33, 70, 1, 64, 20}, 30, 140, 90};
   for (const size_t clean : {0, 1, 2, 3, 4}) {
@@ -143,7 +143,7 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
   }
 }
 
-// Depths from which on the memory adds, in tiles that are whole and in others, beside a group that is not as deep.
+// K for which red.global adds, in full tiles and in others, with a second group of smaller K.
 TEST(GroupedKernels, DeepWgradThatAdds) {
   const std::vector<uint8_t> accumulate = {1, 1};
   compare<bf16, float>(TE_GROUPED_WGRAD, {{1000, 70}, 0, 70, 300}, 2,

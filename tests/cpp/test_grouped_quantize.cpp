@@ -212,7 +212,7 @@ TEST_P(GroupedQuantize, BadArgumentsAreNamedAndNothingIsWritten) {
 
 #if defined(TE_WITH_CUDA)
 
-// On CUDA nobody looks at offsets: whatever they are, memory around stays as it was.
+// On CUDA offsets are not checked: for any offsets, memory around the outputs is unchanged.
 TEST_P(GroupedQuantize, WildOffsetsStayInside) {
   if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "offsets are refused on the CPU";
   const std::vector<int32_t> wild[] = {

@@ -106,7 +106,7 @@ bool has_race(uint32_t left_out, bool two_streams, bool marked) {
     order.follow(engine.trace());
     TE_EXPECT_OK(te_offload_release(layer.handle, out_stream));
     order.follow(engine.trace());
-    touch(out_stream, from, true);  // the memory is somebody else's now
+    touch(out_stream, from, true);  // the memory has another owner now
     touch(in_stream, to, true);     // and this one was, until here
     stagings.push_back(std::make_unique<Storage>(TE_DEVICE_CPU, 1, stagings.back()->tensor().cols));
     TE_EXPECT_OK(te_offload_start_reload(layer.handle, to.spans.data(), 3, stagings.back()->data(), in_stream));

@@ -212,7 +212,7 @@ TEST_P(Lists, ScaleRaisesTheFlag) {
 
 // ---- norms ----
 
-// The norm of tensors that lie `offset` elements behind a multiple of 256 bytes, and theirs.
+// The norm of tensors that start `offset` elements after a multiple of 256 bytes, and the norms of each.
 template <class T>
 std::pair<float, Floats> norms(int32_t device, const std::vector<Floats>& values, int64_t offset, float inv_scale,
                                Buffer<int32_t>* flag = nullptr) {

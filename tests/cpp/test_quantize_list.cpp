@@ -48,7 +48,7 @@ TEST_P(QuantizeList, NoneAtAll) {
   TE_EXPECT_OK(te_quantize_list(&none, nullptr));
 }
 
-// What one matrix holds reaches no other: the second without its NaN and Inf leaves the others' bytes.
+// Values of one matrix do not reach another: the second without its NaN and Inf leaves the others' bytes unchanged.
 TEST_P(QuantizeList, SpecialValuesStayTheirMatrix) {
   for (const ListOptions& o : kListOptions) {
     ListCase<float> c(GetParam(), {4, 130, 40}, o, 3);

@@ -77,7 +77,7 @@ class Cut {
     scale_.fill({2.5f});
   }
 
-  // Of the whole, in one call: bytes without pitch, scales, and what becomes of an amax.
+  // Of the full matrix, in one call: bytes without pitch, scales, and the updated amax.
   void quantize_whole() {
     Buffer<T> x(device_, shape_.rows, shape_.cols);
     x.fill(values_);

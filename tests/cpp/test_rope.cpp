@@ -110,7 +110,7 @@ TEST_P(Rope, ReadsStridesOfZero) {
   EXPECT_EQ(repeated.out[1]->read(), spelled.out[1]->read());
 }
 
-// What is not rotated is moved as bits: NaN payloads, subnormals and all.
+// Elements that are not rotated are copied as bits, NaN payloads and subnormals included.
 TEST_P(Rope, CopiesBits) {
   for (const int64_t rot_dim : {0, 16, 6}) {
     const Case c{3, 2, 2, 1, 2, 64, rot_dim};

@@ -131,14 +131,14 @@ class Layer {
   size_t staging_bytes() const { return packed_bytes_; }
 
   int64_t mark(const char* op, te_stream stream) {
-    want(op, TE_OFFLOAD_NOT_OFFLOADED);
+    require_state(op, TE_OFFLOAD_NOT_OFFLOADED);
     marks_.emplace_back();
     engine_.record(marks_.back(), stream, enter(stream));
     return int64_t(marks_.size()) - 1;
   }
 
   size_t prepare(const char* op, const size_t* sizes, int64_t count, te_stream stream) {
-    want(op, TE_OFFLOAD_NOT_OFFLOADED);
+    require_state(op, TE_OFFLOAD_NOT_OFFLOADED);
     const bool capturing = enter(stream) != 0;
     pieces_.assign(sizes, sizes + count);
     offsets_.assign(size_t(count), 0);
@@ -165,7 +165,7 @@ class Layer {
 
   void start(const char* op, const te_offload_piece* pieces, const int64_t* marks, int64_t count, void* staging,
              te_stream stream) {
-    want(op, TE_OFFLOAD_NOT_OFFLOADED);
+    require_state(op, TE_OFFLOAD_NOT_OFFLOADED);
     if (!prepared_) throw Error(TE_RUNTIME_ERROR, concat(op, ": called before prepare; call prepare first."));
     check_pieces(op, pieces, count, staging);
     capture_ = enter(stream);
@@ -210,19 +210,19 @@ class Layer {
   }
 
   void join(const char* op, te_stream stream) {
-    want(op, TE_OFFLOAD_STARTED);
+    require_state(op, TE_OFFLOAD_STARTED);
     engine_.wait(TE_OFFLOAD_WAIT_COPIED, stream, copied_, enter(stream));
   }
 
   void release(const char* op, te_stream stream) {
-    want(op, TE_OFFLOAD_STARTED);
+    require_state(op, TE_OFFLOAD_STARTED);
     want_same_kind(op, stream);
     engine_.wait(TE_OFFLOAD_WAIT_COPIED, stream, copied_, enter(stream));
     state_ = TE_OFFLOAD_FINISHED;
   }
 
   void start_reload(const char* op, const te_offload_piece* pieces, int64_t count, void* staging, te_stream stream) {
-    want(op, TE_OFFLOAD_FINISHED);
+    require_state(op, TE_OFFLOAD_FINISHED);
     want_same_kind(op, stream);
     check_pieces(op, pieces, count, staging);
     if (slot_.generation != 0) engine_.arena().check(op, slot_);
@@ -250,7 +250,7 @@ class Layer {
   }
 
   void wait_reload(const char* op, te_stream stream) {
-    want(op, TE_OFFLOAD_RELOAD_STARTED);
+    require_state(op, TE_OFFLOAD_RELOAD_STARTED);
     const uint64_t capture = enter(stream);
     if (std::find(waited_.begin(), waited_.end(), stream) != waited_.end()) return;
     engine_.wait(TE_OFFLOAD_WAIT_RELOADED, stream, reloaded_, capture);
@@ -258,7 +258,7 @@ class Layer {
   }
 
   void park(const char* op, te_stream stream) {
-    want(op, TE_OFFLOAD_RELOAD_STARTED);
+    require_state(op, TE_OFFLOAD_RELOAD_STARTED);
     wait_reload(op, stream);
     state_ = TE_OFFLOAD_FINISHED;
   }
@@ -297,7 +297,7 @@ class Layer {
     return engine_.backend().capture_of(stream);
   }
 
-  void want(const char* op, te_offload_state state) const {
+  void require_state(const char* op, te_offload_state state) const {
     if (state_ == state) return;
     throw Error(TE_RUNTIME_ERROR, concat(op, ": the layer is in state '", te_offload_state_name(state_),
                                          "', but this call needs '", te_offload_state_name(state), "'."));

@@ -101,7 +101,7 @@ struct Target {
   int64_t pitch, offset;
   float* scale_inv;
   int64_t scale_pitch;
-  bool blocks, has_scale_behind, pow_2;
+  bool blocks, has_scale_after, pow_2;
   const float *scale, *amaxes;
   float* amax;
   float epsilon, max;
@@ -123,7 +123,7 @@ __device__ __forceinline__ float tile_scale(const Range& range, const Target& ta
   const float scale = target.scale != nullptr ? *target.scale : target.computed_scale(*target.amaxes);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     target.scale_inv[0] = 1.f / scale;
-    if (target.has_scale_behind) target.scale_inv[1] = scale;
+    if (target.has_scale_after) target.scale_inv[1] = scale;
     if (target.amax != nullptr && target.amaxes != nullptr) {
       const float before = *target.amax, found = *target.amaxes;
       *target.amax = target.scale == nullptr || found > before ? found : before;

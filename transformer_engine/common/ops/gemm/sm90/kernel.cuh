@@ -1,5 +1,5 @@
-// The persistent, warp-specialised Hopper kernel of grouped products, one for all of them; a KernelTraits class says
-// where operands and results are and runs the main loop and the epilogue.
+// The persistent, warp-specialised Hopper kernel of grouped products, one for all of them; a KernelTraits class
+// locates operands and results and runs the main loop and the epilogue.
 // - Each CTA makes the table of tile pairs from the offsets and walks its share of them: one producer thread loads, two
 //   consumer warpgroups multiply.
 // - The two CTAs of a cluster walk the pairs together. No cluster waits for another.
