@@ -101,7 +101,7 @@ class CallQueue {
 
   void queue() {
     const bool gathers = call_.op == TE_COMM_GATHER_PRODUCT;
-    std::vector<Plan> plans;
+    std::vector<StepPlan> plans;
     for (int32_t rank = 0; rank < ranks_; ++rank) {
       const te_comm_schedule schedule = call_.weight == nullptr ? TE_COMM_SERIAL : call_.schedule;
       plans.push_back(make_plan(

@@ -68,8 +68,8 @@ class CudaVerbs final : public Verbs {
       mapped_ = static_cast<char*>(mapped);
       int lowest = 0, highest = 0;
       check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "te_comm_peer_create");
-      check_cuda(cudaStreamCreateWithPriority(&lane_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
-      check_cuda(cudaStreamCreateWithPriority(&own_lane_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
+      check_cuda(cudaStreamCreateWithPriority(&copy_stream_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
+      check_cuda(cudaStreamCreateWithPriority(&own_stream_, cudaStreamNonBlocking, highest), "te_comm_peer_create");
       for (cudaEvent_t& each : own_) {
         check_cuda(cudaEventCreateWithFlags(&each, cudaEventDisableTiming), "te_comm_peer_create");
       }
@@ -83,8 +83,8 @@ class CudaVerbs final : public Verbs {
   }
 
   ~CudaVerbs() override {
-    cudaStreamDestroy(lane_);
-    cudaStreamDestroy(own_lane_);
+    cudaStreamDestroy(copy_stream_);
+    cudaStreamDestroy(own_stream_);
     for (const cudaEvent_t each : own_) cudaEventDestroy(each);
     cudaEventDestroy(fork_);
     cudaEventDestroy(join_);
@@ -101,27 +101,27 @@ class CudaVerbs final : public Verbs {
       check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), last_, 0), "te_comm_peer_follow");
     }
     check_cuda(cudaEventRecord(fork_, cudaStream_t(stream)), "te_comm_peer_follow");
-    check_cuda(cudaStreamWaitEvent(lane_, fork_, 0), "te_comm_peer_follow");
+    check_cuda(cudaStreamWaitEvent(copy_stream_, fork_, 0), "te_comm_peer_follow");
   }
 
   void join(int32_t slot, te_stream stream) override {
     const DeviceGuard guard(device_);
-    check_cuda(cudaEventRecord(join_, lane_), "te_comm_peer_join");
+    check_cuda(cudaEventRecord(join_, copy_stream_), "te_comm_peer_join");
     check_cuda(cudaStreamWaitEvent(cudaStream_t(stream), join_, 0), "te_comm_peer_join");
     wait_own(slot, stream);
   }
 
   void copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row_bytes,
             int64_t rows) override {
-    copy_on(lane_, target, target_pitch, source, source_pitch, row_bytes, rows);
+    copy_on(copy_stream_, target, target_pitch, source, source_pitch, row_bytes, rows);
   }
 
   void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                 size_t row_bytes, int64_t rows) override {
     const DeviceGuard guard(device_);
-    check_cuda(cudaStreamWaitEvent(own_lane_, fork_, 0), "te_comm_peer_push");
-    copy_on(own_lane_, target, target_pitch, source, source_pitch, row_bytes, rows);
-    check_cuda(cudaEventRecord(own_[size_t(slot)], own_lane_), "te_comm_peer_push");
+    check_cuda(cudaStreamWaitEvent(own_stream_, fork_, 0), "te_comm_peer_push");
+    copy_on(own_stream_, target, target_pitch, source, source_pitch, row_bytes, rows);
+    check_cuda(cudaEventRecord(own_[size_t(slot)], own_stream_), "te_comm_peer_push");
     copies_own_[size_t(slot)] = true;
   }
 
@@ -132,11 +132,11 @@ class CudaVerbs final : public Verbs {
     copies_own_[size_t(slot)] = false;
   }
 
-  void set(bool lane, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) override {
+  void set(bool on_copy_stream, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) override {
     std::vector<CUstreamBatchMemOpParams> ops;
     for (uint32_t* value : values) ops.push_back(write(value, to));
-    run(lane ? lane_ : cudaStream_t(stream), ops);
-    if (lane || is_captured(stream)) return;
+    run(on_copy_stream ? copy_stream_ : cudaStream_t(stream), ops);
+    if (on_copy_stream || is_captured(stream)) return;
     const DeviceGuard guard(device_);
     if (last_ == nullptr) {
       check_cuda(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "te_comm_peer_done");
@@ -146,7 +146,7 @@ class CudaVerbs final : public Verbs {
   }
 
   // All words are announced before the first wait.
-  void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) override {
+  void wait(bool on_copy_stream, te_stream stream, const std::vector<Awaited>& all) override {
     std::vector<CUstreamBatchMemOpParams> ops;
     for (const Awaited& each : all) ops.push_back(write(each.wants, each.wanted));
     for (const Awaited& each : all) {
@@ -159,7 +159,7 @@ class CudaVerbs final : public Verbs {
       ops.push_back(write(each.wants, 0));
       ops.push_back(write(each.value, 0));
     }
-    run(lane ? lane_ : cudaStream_t(stream), ops);
+    run(on_copy_stream ? copy_stream_ : cudaStream_t(stream), ops);
   }
 
   void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) override {
@@ -192,15 +192,15 @@ class CudaVerbs final : public Verbs {
     return op;
   }
 
-  void copy_on(cudaStream_t lane, void* target, size_t target_pitch, const void* source, size_t source_pitch,
+  void copy_on(cudaStream_t stream, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                size_t row_bytes, int64_t rows) const {
     const DeviceGuard guard(device_);
     if (target_pitch == row_bytes && source_pitch == row_bytes) {
-      check_cuda(cudaMemcpyAsync(target, source, row_bytes * size_t(rows), cudaMemcpyDefault, lane),
+      check_cuda(cudaMemcpyAsync(target, source, row_bytes * size_t(rows), cudaMemcpyDefault, stream),
                  "te_comm_peer_push");
     } else {
       check_cuda(cudaMemcpy2DAsync(target, target_pitch, source, source_pitch, row_bytes, size_t(rows),
-                                   cudaMemcpyDefault, lane),
+                                   cudaMemcpyDefault, stream),
                  "te_comm_peer_push");
     }
   }
@@ -219,7 +219,7 @@ class CudaVerbs final : public Verbs {
   const int32_t device_;
   char* const words_;
   char* mapped_ = nullptr;
-  cudaStream_t lane_ = nullptr, own_lane_ = nullptr;
+  cudaStream_t copy_stream_ = nullptr, own_stream_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   std::array<cudaEvent_t, TE_COMM_PEER_SLOTS> own_{};  // after the copy of own rows into a slot
   std::array<bool, TE_COMM_PEER_SLOTS> copies_own_{};  // and not waited for so far

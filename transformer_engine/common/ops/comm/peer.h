@@ -88,7 +88,7 @@ class Watch {
   void look_at(uint32_t& value, uint32_t& wants, double& seen, double passed, int32_t peer, bool freeing);
   void look_for_dead();
   std::string last_words() const;
-  std::string words_of(int32_t rank, uint32_t hash) const;
+  std::string text_of(int32_t rank, uint32_t hash) const;
 
   const Words words_;
   const int32_t ranks_, rank_;

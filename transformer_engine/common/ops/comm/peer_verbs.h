@@ -26,9 +26,9 @@ struct Awaited {
   uint32_t wanted;
 };
 
-// lane: the copy stream of the channel; its `stream` is ignored. Several words are one operation of a stream. Order:
-// streams may share a queue of the device, in which a wait blocks all work that was enqueued after it. So a wait is
-// enqueued after all work of this rank that has to happen before it can end, through the peers too: pushes and the
+// on_copy_stream: on the copy stream of the channel instead of `stream`. Several words are one operation of a stream.
+// Order: streams may share a queue of the device, in which a wait blocks all work that was enqueued after it. So a wait
+// is enqueued after all work of this rank that has to happen before it can end, through the peers too: pushes and the
 // words of a call before its waits, and a wait for a free slot directly before the first push there, after the
 // computation of the rows.
 class Verbs {
@@ -43,9 +43,9 @@ class Verbs {
   virtual void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, int64_t rows) = 0;
   virtual void wait_own(int32_t slot, te_stream stream) = 0;
-  virtual void set(bool lane, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) = 0;
+  virtual void set(bool on_copy_stream, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) = 0;
   // The words are 0 afterwards.
-  virtual void wait(bool lane, te_stream stream, const std::vector<Awaited>& all) = 0;
+  virtual void wait(bool on_copy_stream, te_stream stream, const std::vector<Awaited>& all) = 0;
   virtual void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) = 0;
   // None of these operations is in flight, or can be repeated by a graph.
   virtual bool idle() const = 0;

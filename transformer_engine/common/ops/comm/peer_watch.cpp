@@ -94,7 +94,7 @@ void Watch::run() {
   }
 }
 
-std::string Watch::words_of(int32_t rank, uint32_t hash) const {
+std::string Watch::text_of(int32_t rank, uint32_t hash) const {
   Member& member = words_.member(rank);
   const uint32_t written = word(member.texts).load(std::memory_order_acquire);
   for (uint32_t i = 0; i < std::min<uint32_t>(written, kTexts); ++i) {
@@ -125,12 +125,12 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, double& seen, double passe
   }
   // `wants` is written before the value is read, so that a value next to it belongs to this wait or to no wait.
   if (got != 0 && word(wants).load() == found && word(value).load() == got) {
-    fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, words_of(rank_, wanted), words_of(peer, got));
+    fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, text_of(rank_, wanted), text_of(peer, got));
     return;
   }
   if (word(wants).load() != found) return;  // it has ended meanwhile
   if (dead_[size_t(peer)]) {                // it had ended before the value was read
-    fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : words_of(rank_, wanted), "");
+    fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : text_of(rank_, wanted), "");
     return;
   }
   if (found == wanted) {
@@ -139,7 +139,7 @@ void Watch::look_at(uint32_t& value, uint32_t& wants, double& seen, double passe
     seen = 0;
   }
   seen += passed;
-  const std::string op = freeing ? std::string() : words_of(rank_, wanted);
+  const std::string op = freeing ? std::string() : text_of(rank_, wanted);
   if (word(words_.member(peer).left).load() != 0 && seen > 2 * kDeadPeriod) {
     fail(words_, TE_COMM_PEER_LEFT, rank_, peer, freeing, op, "");
   } else if (seen >= timeout_s_) {

@@ -28,8 +28,8 @@ class Planner {
  public:
   explicit Planner(const te_comm_problem& problem) : p_(problem), shard_(problem.rows / problem.ranks) {}
 
-  Plan make() {
-    Plan plan{};
+  StepPlan make() {
+    StepPlan plan{};
     if (p_.rows == 0) {
       plan.prediction = {TE_COMM_SERIAL, 0, 0, 0};
       return plan;
@@ -229,7 +229,7 @@ void check_problem(const char* op, const te_comm_problem& p) {
   check_costs(op, "problem.costs", p.costs);
 }
 
-std::string words_of(const te_comm_problem& p, const Plan& plan) {
+std::string text_of(const te_comm_problem& p, const StepPlan& plan) {
   const te_comm_prediction& prediction = plan.prediction;
   std::string text = concat(kOps[p.op], " ", p.rows, " x ", p.depth, " x ", p.cols, " ", te_dtype_name(p.dtype),
                             ", rank ", p.rank, " of ", p.ranks, ": ", kSchedules[prediction.schedule], ", ",
@@ -245,7 +245,7 @@ std::string words_of(const te_comm_problem& p, const Plan& plan) {
 
 }  // namespace
 
-Plan make_plan(const char* op, const te_comm_problem& problem) {
+StepPlan make_plan(const char* op, const te_comm_problem& problem) {
   check_problem(op, problem);
   return Planner(problem).make();
 }
@@ -263,7 +263,7 @@ te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* steps, int6
     if (capacity < 0 || (steps == nullptr && capacity != 0)) {
       te::bad_argument(op, "steps", steps == nullptr ? "NULL" : "of negative capacity", "room for `capacity` steps");
     }
-    const te::comm::Plan plan = te::comm::make_plan(op, *problem);
+    const te::comm::StepPlan plan = te::comm::make_plan(op, *problem);
     *count = int64_t(plan.steps.size());
     std::copy_n(plan.steps.begin(), std::min(capacity, *count), steps);
     if (prediction != nullptr) *prediction = plan.prediction;
@@ -276,7 +276,7 @@ te_status te_comm_plan_print(const te_comm_problem* problem, char* text, size_t 
     if (problem == nullptr) te::bad_argument(op, "problem", "NULL", "a problem");
     te::check_place(op, "length", length);
     if (text == nullptr && capacity != 0) te::bad_argument(op, "text", "NULL", "room for `capacity` bytes");
-    const std::string words = te::comm::words_of(*problem, te::comm::make_plan(op, *problem));
+    const std::string words = te::comm::text_of(*problem, te::comm::make_plan(op, *problem));
     *length = words.size();
     if (capacity == 0) return;
     const size_t copied = std::min(capacity - 1, words.size());

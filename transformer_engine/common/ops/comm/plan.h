@@ -8,13 +8,13 @@
 
 namespace te::comm {
 
-struct Plan {
+struct StepPlan {
   std::vector<te_comm_step> steps;
   te_comm_prediction prediction;
 };
 
 // Checks the problem; `op` names the caller in errors.
-Plan make_plan(const char* op, const te_comm_problem& problem);
+StepPlan make_plan(const char* op, const te_comm_problem& problem);
 
 // Refuses costs that give no finite time; `op` names the caller in errors.
 void check_costs(const char* op, const char* argument, const te_comm_costs& costs);
