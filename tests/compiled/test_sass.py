@@ -1,7 +1,7 @@
 # The machine code of the tensor core kernels: no serialised wgmma, no spills, no memory barrier for the whole GPU in a
-# loop over K. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before mma_wait() in
-# wgmma_mainloop.cuh, turn these red; six blocks per SM in quantize's source.cuh (spills). Skips where nvcc or cuobjdump
-# is not there.
+# loop over K. Mutants: `.release.cluster` in barrier_arrive(), or a product's sums read before wgmma_wait() in
+# sm90/mainloop_bf16.cuh, turn these red; six blocks per SM in quantize's source.cuh (spills). Skips where nvcc or
+# cuobjdump is not there.
 import importlib.util
 import os
 import re
@@ -79,7 +79,8 @@ def test_loops_over_k_have_no_other_barrier(compiled):
         text = re.sub(r"(?:MEMBAR\S* )+(?:\S*ERRBAR )*UCGABAR_ARV", "MEETING", " ".join(instructions))
         barriers = re.findall(r"MEMBAR\S*", text)
         assert text.count("MEETING") == 2, f"{name}: {text.count('MEETING')} meetings of the cluster"
-        assert barriers == (["MEMBAR.ALL.CTA"] if "WgradKernelTraits" in name and not fp8 else []), f"{name}: {barriers}"
+        clears = "WgradKernelTraits" in name and not fp8
+        assert barriers == (["MEMBAR.ALL.CTA"] if clears else []), f"{name}: {barriers}"
 
 
 @pytest.mark.parametrize("source", ["grouped_quantize", "quantize_list"])
