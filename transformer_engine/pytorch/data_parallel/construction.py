@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.communicator import OP, Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.layout import BufferLayout, ParamSpec, buffer_layouts
+from transformer_engine.pytorch.distributed.dtensor import is_sharded
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -91,7 +91,7 @@ def _check(params: list[torch.nn.Parameter], names: dict, config: DistributedDat
     first = params[0]
     for p in params:
         name = names[p]
-        if isinstance(p, DTensor):
+        if is_sharded(p):
             raise ValueError(f"{OP}: parameter '{name}' is a DTensor, wanted one that is whole on this rank.")
         if p.is_meta:
             raise ValueError(f"{OP}: parameter '{name}' is on meta, wanted one with memory; call to_empty() before.")
