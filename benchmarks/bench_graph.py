@@ -108,8 +108,8 @@ def replay_time(bench, graphed):
 
     def replays(count):
         for _ in range(count):
-            graphed.forward_graph.replay()
-            graphed.backward_graph.replay()
+            graphed.record.forward_graph.replay()
+            graphed.record.backward_graph.replay()
 
     replays(10)
     count = 20

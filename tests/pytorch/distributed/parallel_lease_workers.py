@@ -150,7 +150,7 @@ def planned(rank):
     interleaved(module, [x])
     plan = te.memory_plan(module, x)
     (arena,) = [row for row in plan.rows if row.status == "arena"]
-    if arena.bytes != usage().bytes or f"slots on lease: {usage().slots}" != arena.name or not arena.bytes:
+    if arena.bytes != usage().bytes or f"buffers in use: {usage().slots}" != arena.name or not arena.bytes:
         wrong.append(f"{arena}, {usage()}")
     wrong += [] if f"arena {arena.bytes:,} B" in str(plan) else [str(plan)]
     whole = dist.get_world_size() * x.nbytes

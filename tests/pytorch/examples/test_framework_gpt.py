@@ -80,7 +80,7 @@ def test_one_option(device, name):
 def test_options_together(device, name):
     model = assert_as_eager(Options(device, **TOGETHER[name]))
     graphs = [graph for layer in model.layers for graph in layer.cuda_graphs]
-    assert len(graphs) == 2 * LAYERS and all(graph.calls.turn > 0 for graph in graphs)
+    assert len(graphs) == 2 * LAYERS and all(graph.record.calls.forward_id > 0 for graph in graphs)
     if model.context is not None:
         assert model.context.offload_synchronizer.get_offloaded_total_size_mb() > 0
 

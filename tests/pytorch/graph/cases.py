@@ -1,5 +1,5 @@
-# What the suites of captured callables share: a module beside its eager twin, steps of both, and the comparison of all
-# that a step leaves. No test here.
+# Shared by the tests of captured callables: a module beside its eager twin, steps of both, and the comparison of
+# everything that a step changes. No test is here.
 import copy
 
 import torch
@@ -62,8 +62,8 @@ class Records(torch.autograd.Function):
 
 
 class Recording(torch.nn.Module):
-    """A module whose forward records an event behind its result, and, unless it is told not to, whose backward records
-    it behind the gradient of its input."""
+    """A module whose forward records an event after its result and, by default, whose backward records it after the
+    gradient of its input."""
 
     def __init__(self, inner, device, *, backward=True):
         super().__init__()
@@ -115,7 +115,7 @@ def leaves_of(result):
 
 
 def step(module, x, seed, *, call=None, **kwargs):
-    """One forward and backward from that seed; what it leaves: results, the input's gradient, .grad and main_grad."""
+    """One forward and backward from that seed; returns results, the input's gradient, .grad and main_grad."""
     torch.manual_seed(seed)
     x = x.detach().clone().requires_grad_()
     outputs = leaves_of((call or module)(x, **kwargs))

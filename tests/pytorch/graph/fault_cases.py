@@ -1,5 +1,5 @@
-# What the suites of captures that fail share: a module that raises where it is told to, and every stage of a capture
-# that it, a hook or delayed weight gradients can raise in. No test here.
+# Shared by the tests of failing captures: a module that raises at a chosen place, and every stage of a capture at
+# which it, a hook or delayed weight gradients can raise. No test is here.
 import gc
 from functools import partial
 
@@ -63,7 +63,7 @@ def raising():
 
 
 WARMUPS = 2
-# (where the module raises, in which call, what makes the arguments of make_graphed_callables)
+# (where the module raises, in which call, a function that makes the arguments of make_graphed_callables)
 STAGES = {
     "pre_warmup_hook": (None, 0, lambda: {"pre_warmup_hook": raising}),
     "post_warmup_hook": (None, 0, lambda: {"post_warmup_hook": raising}),

@@ -1,5 +1,5 @@
-# What the suites of captured callables under quantization share: recipes, steps inside of an autocast, and the scales
-# that they leave. No test here.
+# Shared by the tests of captured callables under quantization: recipes, steps inside of an autocast, and the resulting
+# scales. No test is here.
 import copy
 
 import torch

@@ -1,4 +1,4 @@
-# What the suites of captured modules under quantization share: a layer, and every recipe. No test is here.
+# Shared by the tests of captured modules under quantization: a layer, and every recipe. No test is here.
 import pytest
 
 from .cases import layer as transformer_layer

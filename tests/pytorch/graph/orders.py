@@ -1,4 +1,4 @@
-# What the suites of captured pipelines share: orders, a pipeline that runs one over callables, captured or eager, and
+# Shared by the tests of captured pipelines: orders, a pipeline that runs one over callables, captured or eager, and
 # the comparison of both. No test is here.
 import copy
 
@@ -75,8 +75,8 @@ def samples(device, chunks, microbatches, layers):
 
 
 class Pipeline:
-    """Runs an order over callables, eager or captured, as a pipeline's rank does: chunk inputs come from outside, and
-    output gradients too. Results and input gradients are kept as a loss or a send would use them, in their turn."""
+    """Runs an order over callables, eager or captured, as a rank of a pipeline does: chunk inputs and output gradients
+    come from outside. Results and input gradients are copied when a loss or a send would read them."""
 
     def __init__(self, modules, order_, layers, call, backward_dw):
         self.modules, self.order, self.layers = modules, order_, layers

@@ -1,5 +1,5 @@
 # The modules that the programs of programs.py run: this library's and torch's, in a wrapper that checkpoints,
-# joins, raises on demand, or has a __call__ of its own. No test here.
+# joins, raises on demand, or overrides __call__. No test is here.
 import copy
 
 import torch
@@ -10,11 +10,11 @@ HIDDEN, FFN = 32, 48
 
 
 class Tripped(Exception):
-    """What a module raises in a warm-up or a capture."""
+    """The exception of a module in a warm-up or a capture."""
 
 
 class Wire:
-    """Counts passes through modules, and raises at one of them. Copies are the same."""
+    """Counts runs of modules, and raises in one of them. Copies share the counter."""
 
     left = 0
 
@@ -56,14 +56,14 @@ class Wrapped(torch.nn.Module):
         return (y, torch.cos(y)) if self.layer.splits else y
 
 
-class OwnCall(Wrapped):
+class CallOverride(Wrapped):
     def __call__(self, *args, **kwargs):
         y = super().__call__(*args, **kwargs)
         return (y[0] * 0.5, y[1]) if self.layer.splits else y * 0.5
 
 
 class Stack(torch.nn.Module):
-    """Two modules that run in another order than that of their registration."""
+    """Two modules that run in another order than they are registered in."""
 
     def __init__(self, options):
         super().__init__()
@@ -99,7 +99,9 @@ def build(program, device):
     wire, dtype = Wire(), torch.float32 if program.recipe is None else torch.bfloat16
     modules = torch.nn.ModuleList()
     for layer in (layer for chunk in program.chunks for layer in chunk):
-        module = (OwnCall if layer.own_call else Wrapped)(_inner(layer, dtype, device), layer, program.reentrant, wire)
+        module = (CallOverride if layer.overrides_call else Wrapped)(
+            _inner(layer, dtype, device), layer, program.reentrant, wire
+        )
         for p in module.parameters():
             with torch.no_grad():
                 p.copy_(torch.randn(p.shape).to(p) * 0.2)

@@ -1,5 +1,5 @@
-# Runs the programs of programs.py: by captured callables, and by eager twins, which say what is right. No test
-# here.
+# Runs the programs of programs.py by captured callables and by eager twins, whose results are the reference. No test
+# is here.
 from contextlib import nullcontext
 
 import torch
@@ -20,7 +20,7 @@ class Runner:
     ):
         self.program, self.modules, self.device, self.group = program, modules, device, group
         self.graphed, self.cloned, self.write, self.rank = graphed, cloned, write, 0
-        self.keeps_saved = kept  # backward reads what was there at the forward, whatever was written to since
+        self.keeps_saved = kept  # backward reads the values of the forward, even if they were overwritten since
         self.stream = stream_on(device) if graphed is not None else None
         self.first = [sum(map(len, program.chunks[:c])) for c in range(len(program.chunks))]
         self.dtype = torch.float32 if program.recipe is None else torch.bfloat16
@@ -37,7 +37,7 @@ class Runner:
     # ---- calls ----
 
     def autocast(self, where):
-        """Around a call, or the step. Captured callables need none around them; eager modules do."""
+        """The autocast around a call, or the step. Captured callables need none; eager modules do."""
         program = self.program
         around = program.around
         if around == "nothing":
@@ -53,10 +53,10 @@ class Runner:
         if program.cached:
             first = m == 0
         elif program.recipe is not None and program.recipe.startswith("delayed"):
-            return {}  # captured ones quantize the weights in each call, by the scales of then
+            return {}  # captured ones quantize the weights in each call, with the scales at that time
         elif step.first is None or (step.write is not None and program.recipe is not None):
             return {}
-        else:  # the same for quantized weights: eager keeps those of the first one
+        else:  # the same for quantized weights: eager uses those of the first microbatch
             first = m == 0 and (step.first or program.recipe is not None)
         ours = program.chunks[c][layer].family in TE_FAMILIES
         return {"is_first_microbatch": first} if ours or self.graphed is not None else {}
@@ -97,7 +97,7 @@ class Runner:
     def keep(self, gradient):
         self.kept.append((gradient, gradient.clone()))
 
-    # ---- what a user does in between ----
+    # ---- actions of a user between the calls ----
 
     def maybe_write(self, step, at, layer, *, early):
         write = step.write
@@ -124,7 +124,7 @@ class Runner:
             held[which] = t.mul_(1.5)
 
     def bad_call(self, step):
-        """A refused call changes nothing. Eager twins make none."""
+        """A refused call changes nothing. Eager twins skip it."""
         if self.graphed is None:
             return
         c, m = next(iter(step.ways))
@@ -148,7 +148,7 @@ class Runner:
     # ---- steps ----
 
     def step(self, step):
-        """Runs one: {name: what it left}."""
+        """Runs one step; returns {name: value after it}."""
         with _saved(torch.clone) if self.keeps_saved else nullcontext():
             return self._step(step)
 
@@ -220,7 +220,7 @@ class Runner:
         return self.found | left_by(self.modules)
 
     def wants(self, c, layer):
-        """Whether a layer's argument wants a gradient: as in the samples."""
+        """Whether a layer's argument requires a gradient, as in the samples."""
         return wants(self.program, c, layer)
 
     def backward(self, c, m, x, outs, dy, step):
@@ -299,8 +299,8 @@ def capture(program, modules, device, group, **options):
 
 
 def run(program: Program, device, group=None, rank=0):
-    """AssertionError where captured callables are not what eager is, behind all steps, which other ranks run too.
-    Returns what became of it."""
+    """AssertionError if captured callables differ from eager, raised after all steps, which other ranks run too.
+    Returns the outcome."""
     modules = build(program, device)
     eager = twin(modules)
     if program.fault:
@@ -351,8 +351,8 @@ def _optimize(modules, i, step):
 
 
 def _hostile(program, captured, eager, device, group, step):
-    """The right values, or an error. What is right where eager raises: as if nobody shared memory, or nobody wrote; of
-    a parameter, which later calls read, as if what a backward reads had been copied at the call."""
+    """The right values, or an error. Where eager raises, the reference is a run without shared memory, or without the
+    write; for a parameter, which later calls read, a run in which the backward reads a copy made at the call."""
     if step.write.kind == "a parameter":
         oracles = [{}, {"kept": True}]
     else:

@@ -1,4 +1,4 @@
-# What a program over captured callables runs under and leaves: recipes, streams, state, comparisons. No test here.
+# The contexts and results of programs over captured callables: recipes, streams, state, comparisons. No test is here.
 import torch
 from support import assert_same_bits
 
@@ -23,8 +23,8 @@ def _saved(pack):
 
 
 def unchecked(graphed, modules):
-    """A recorder calls eager work, whose history says what was written to since. No graph on CUDA does: from here on,
-    what captured callables do not look for themselves is not found."""
+    """The CPU backend calls eager functions, whose autograd graph detects writes to saved tensors. A CUDA graph does
+    not: from here on only the checks of captured callables detect them."""
     held, set_versions = tuple(modules.parameters()), torch._C._autograd._unsafe_set_version_counter
 
     def quiet(work):
@@ -39,15 +39,15 @@ def unchecked(graphed, modules):
 
         return run
 
-    for one in (getattr(one, "forward", one) for one in graphed):  # a module's stands there
-        for own in (one.forward_graph, one.backward_graph, one.wgrad_graph):
+    for one in (getattr(one, "forward", one) for one in graphed):  # a module has it as its forward
+        for own in (one.record.forward_graph, one.record.backward_graph, one.record.wgrad_graph):
             graph = getattr(own, "graph", None)
             if isinstance(graph, RecordedGraph):
-                graph.work = quiet(graph.work)
+                graph.func = quiet(graph.func)
 
 
 def left_by(modules):
-    """Gradients, main_grad and its marks, scales and histories."""
+    """Gradients, main_grad and its marks, scales and histories after a step."""
     left = {}
     for name, p in modules.named_parameters():
         dummy = p.dim() == 2 and hasattr(p, "main_grad")  # has no values
@@ -66,7 +66,7 @@ def left_by(modules):
 
 def assert_same(got, want, what):
     got, want = dict(got), dict(want)
-    for name in [name for name in got if name not in want and ".scaling_" in name]:  # of one that eager has not run yet
+    for name in [name for name in got if name not in want and ".scaling_" in name]:  # eager did not run it yet
         value = got.pop(name)
         assert torch.equal(value, torch.full_like(value, float(name.endswith("scale")))), f"{what} {name}: {value}"
     assert got.keys() == want.keys(), f"{what}: {got.keys() ^ want.keys()}"

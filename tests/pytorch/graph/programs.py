@@ -1,5 +1,5 @@
-# Random programs over captured callables, as plain data: what is captured and how, what is called in which order, and
-# what a user does in between. One seed, one program; program_runs.py runs them. No test here.
+# Random programs over captured callables, as plain data: the captured modules, the order of calls, and actions of a
+# user between them. A seed gives one program; program_runs.py runs it. No test is here.
 import random
 from dataclasses import dataclass, field
 
@@ -17,15 +17,15 @@ class Layer:
     fused: bool = False  # into main_grad
     delayed: bool = False
     marked: bool = False  # skip_backward_post_hook
-    inside: bool = False  # te.checkpoint in what is captured
-    own_call: bool = False  # the class has a __call__ of its own
+    inside: bool = False  # te.checkpoint inside of the captured callable
+    overrides_call: bool = False  # the class overrides __call__
     joins: bool = False  # takes the result of the chunk's first layer too
     splits: bool = False  # has a second result
 
 
 @dataclass(frozen=True)
 class Write:
-    """To one tensor between a forward and its backward: behind which layer's call, or behind all of the entry."""
+    """A write to one tensor between a forward and its backward: after the call of a layer, or after the whole entry."""
 
     entry: int
     layer: int
@@ -37,17 +37,17 @@ class Write:
 @dataclass(frozen=True)
 class Step:
     seed: int
-    ways: dict[tuple[int, int], str]  # of each pass: backward, grad, inputs
-    twice: frozenset[tuple[int, int]]  # passes whose backward runs again
+    ways: dict[tuple[int, int], str]  # of each microbatch: backward, grad, inputs
+    twice: frozenset[tuple[int, int]]  # microbatches whose backward runs again
     late: bool  # delayed weight gradients without entries wait for the end of the step
-    keep_grads: bool  # .grad of the step before stays
+    keep_grads: bool  # .grad of the previous step stays
     quiet: tuple[int, int, int] | None  # a call without gradients before it
     evaluated: bool  # which is one in eval mode
     given_up: int | None  # before which entry
-    stream: bool  # captured callables replay on one of their own
-    bad: tuple[int, str] | None  # a call that is refused, before which entry, and what is wrong with it
-    hooks: bool  # gradients between layers are looked at, and kept
-    first: bool | None  # is_first_microbatch of the first one, where weights are not kept
+    stream: bool  # captured callables replay on a separate stream
+    bad: tuple[int, str] | None  # a call that is refused: before which entry, and the fault
+    hooks: bool  # gradients between layers are read, and kept
+    first: bool | None  # is_first_microbatch of the first one, if weights are not cached
     write: Write | None = None
 
 
@@ -70,12 +70,12 @@ class Program:
     input_grads: tuple[bool, ...]  # of each chunk's input
     protocol: bool  # grad_added_to_main_grad
     warmup: int
-    fault: int  # the capture is tried once with an exception at that place, counted; 0: it is not
+    fault: int  # the capture is first tried with an exception at that count; 0: it is not
     steps: tuple[Step, ...] = field(default=())
 
     @property
     def entries(self) -> list[float]:
-        """The order, written out; without one, one pass, layer by layer."""
+        """The order as a list; without one, a single microbatch, layer by layer."""
         return [1, -1] if self.order is None else list(self.order)
 
     def delays(self, chunk: int) -> bool:
@@ -97,7 +97,8 @@ class Program:
 
 
 def _order(pick, chunks, microbatches, scheduled, at_once):
-    """Any valid one in which not too much is under way. at_once: weight gradients come right behind their backward."""
+    """A random valid order with a bounded number of microbatches in flight. at_once: weight gradients follow their
+    backward directly."""
     limit = pick.randint(1, microbatches)
     forward, backward, later = ([0] * chunks for _ in range(3))
     entries = []
@@ -135,7 +136,7 @@ def _chunk(pick, few, delayed, checkpoint):
                 delayed=delayed and ours,
                 marked=pick.random() < 0.15,
                 inside=not checkpoint and pick.random() < 0.2,
-                own_call=pick.random() < 0.15,
+                overrides_call=pick.random() < 0.15,
                 joins=i >= 2 and pick.random() < 0.6,
                 splits=i == count - 1 and pick.random() < 0.15,
             )
@@ -183,12 +184,12 @@ def _step(pick, program, last):
 
 
 def captures_group(seed: int) -> bool:
-    """Whether the capture is told of the group too."""
+    """Whether the capture gets the group as an argument, too."""
     return seed % 2 == 1
 
 
 def generated(seed: int, *, group: bool = False) -> Program:
-    """group: two ranks will run it, and amaxes are reduced over a group of some of them."""
+    """group: two ranks run it, and amaxes are reduced over a group of some of them."""
     pick = random.Random(seed if not group else f"group {seed}")
     recipe = pick.choice(("delayed", "delayed, most recent") if group else RECIPES)
     ordered = pick.random() < 0.75
@@ -197,7 +198,7 @@ def generated(seed: int, *, group: bool = False) -> Program:
     checkpoint = pick.choice(("", "", "", "layer", "chunk"))
     chunks = tuple(_chunk(pick, count > 1, pick.random() < 0.3, checkpoint) for _ in range(count))
     delayed = {c for c, chunk in enumerate(chunks) if any(layer.delayed for layer in chunk)}
-    # What a recomputation replays comes before what waits: then nothing waits.
+    # A recomputation replays graphs before those of pending weight gradients: then nothing may be pending.
     scheduled = {c for c in delayed if checkpoint or pick.random() < 0.7}
     program = Program(
         seed=seed,

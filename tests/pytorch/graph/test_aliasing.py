@@ -10,7 +10,11 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.graph.memory.buffers import apart, fill, neighbourhood
+from transformer_engine.pytorch.graph.memory.buffers import (
+    clone_overlapping_sources,
+    copy_into_static,
+    overlap_range_of,
+)
 
 from .cases import FAMILIES, HIDDEN, assert_same_step, capture, left_by, tokens, twins
 
@@ -47,12 +51,12 @@ def test_static_inputs_in_other_places(device, order, stream):
 
 
 def test_views_across_static_inputs(device):
-    """Of the memory around a static input, shifted by rows: over itself, and over the one beside it."""
+    """Arguments in the memory around a static input, shifted by rows: over itself, and over the next static input."""
     memory = torch.randn(12, 8, device=device)
     graphed = te.make_graphed_callables(
         lambda a, b: (a * 2 + b, a - b), (memory[2:6], torch.randn(4, 8, device=device))
     )
-    other = graphed.forward_graph.inputs[1]
+    other = graphed.record.forward_graph.inputs[1]
     for shift in (0, 1, 2, 3, 4, 5, 6, 8):
         memory.copy_(torch.randn(12, 8))
         a, b = memory[shift : shift + 4], torch.randn(4, 8, device=device)
@@ -63,7 +67,7 @@ def test_views_across_static_inputs(device):
 
 
 def test_results_that_come_back_as_arguments(device):
-    """One of them is a view of a static input, so the others' copies would write over it."""
+    """One argument is a view of a static input, so copies of the others would overwrite it."""
 
     def turned(a, b, c):
         return b.view(-1).view(4, 8), c * 1, a.t().t()
@@ -86,7 +90,7 @@ def test_in_a_backward_too(device):
     samples = arguments(device, 2)
     graphed = te.make_graphed_callables(turned, tuple(samples), retain_graph_in_backward=True)
     sources = arguments(device, 2)
-    inner = [s * 1 for s in sources]  # no leaves: their gradients are the static ones
+    inner = [s * 1 for s in sources]  # not leaves: their gradients are the static ones
     results = graphed(*inner)
     grads = tuple(torch.randn(32, device=device) for _ in results)
     want = grads
@@ -100,15 +104,15 @@ def test_in_a_backward_too(device):
 def test_moves_are_as_if_all_were_read_first():
     memory = torch.arange(40.0)
     static = [memory[0:10], memory[10:20], None, memory[20:30], torch.ones(3)]
-    near, addresses = neighbourhood(static), [0 if t is None else t.data_ptr() for t in static]
+    near, addresses = overlap_range_of(static), [0 if t is None else t.data_ptr() for t in static]
     given = [memory[5:15], memory[0:10], memory[0:3], memory[20:30], None]
     want = [t.clone() for t in given[:2]] + [memory[20:30].clone(), torch.zeros(3)]
-    fill(static, addresses, near, given)
+    copy_into_static(static, addresses, near, given)
     for t, wanted in zip([t for t in static if t is not None], want):
         assert_same_bits(t, wanted)
     source = torch.ones(10)
-    assert apart([(memory[0:10], source)])[0][1] is source
-    assert neighbourhood([]) == neighbourhood([None, torch.ones(0)]) == (0, 0)
+    assert clone_overlapping_sources([(memory[0:10], source)])[0][1] is source
+    assert overlap_range_of([]) == overlap_range_of([None, torch.ones(0)]) == (0, 0)
 
 
 # ---- a function that writes to its arguments ----
@@ -122,7 +126,7 @@ def accumulating(x, total, *, count):
 
 @pytest.mark.parametrize("warmups", [0, 3])
 def test_a_function_that_writes_to_its_arguments(device, warmups):
-    """They are as before behind the capture; each call writes what eager writes, wherever an argument lies."""
+    """They are unchanged after the capture; each call writes what eager writes, at any address of an argument."""
     x, total, count = tokens(device, grad=True), torch.ones(2, HIDDEN, device=device), torch.zeros(2, device=device)
     before = clones([x, total, count])
     graphed = te.make_graphed_callables(
@@ -221,7 +225,7 @@ def test_arguments_of_inference_mode(device):
         assert_same_bits(graphed(x, total), (before + x) * 2)
 
 
-# ---- a caller who writes to results and arguments ----
+# ---- a caller that writes to results and arguments ----
 
 
 def halves(x):
@@ -239,7 +243,7 @@ def and_its_square(x):
     return y * y, y
 
 
-# The forward, which of its results is written to, and whether eager's backward goes on from there as the graph's would.
+# The forward, the result that is written to, and whether eager's backward continues from there as that of the graph.
 WRITES = {
     "product": (lambda x: x * 2, 0, True),
     "exp": (torch.exp, 0, False),
@@ -258,7 +262,8 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("warmups", [0, 3])
 def test_a_result_that_is_written_to(device, name, warmups):
-    """Eager's gradients where the backward reads none of it; else an error, as eager's, that names the result."""
+    """The gradients of eager if the backward reads none of it; otherwise an error, as in eager, that names the
+    result."""
     function, which, fine = WRITES[name]
     graphed = te.make_graphed_callables(function, (tokens(device, grad=True),), num_warmup_iters=warmups)
     for write in (False, True):
@@ -281,7 +286,7 @@ def test_a_result_that_is_written_to(device, name, warmups):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_a_modules_result_may_be_added_to(device, family):
-    """As a residual is; none of the modules reads its result again."""
+    """Like a residual; no module reads its result again."""
     module, eager = twins(family, device)
     capture(module, device)
     x = tokens(device)
@@ -309,7 +314,7 @@ def test_a_static_input_that_is_written_to_before_the_backward(device, stream, w
         if given is sample:
             with refused(RuntimeError, "graphed callable 0", "argument 0", "in place", "copy"):
                 y.sum().backward()
-    graphed = te.make_graphed_callables(lambda x: x * 2, (sample,))  # its backward reads nothing
+    graphed = te.make_graphed_callables(lambda x: x * 2, (sample,))  # its backward reads no tensor
     y = graphed(sample)
     with torch.no_grad():
         sample.copy_(other)
@@ -329,11 +334,11 @@ def test_torch_func_inside(device):
     assert_same_bits(graphed(x), x * 2)
 
 
-# ---- samples in memory that is somebody's ----
+# ---- samples in memory that is in use ----
 
 
 def test_a_sample_of_two_captures(device):
-    """Each has static inputs of its own: between the first one's call and its backward the second one is called."""
+    """Each has separate static inputs: the second one is called between the call of the first one and its backward."""
     shared = torch.randn(4, 8, device=device)
     functions = [torch.nn.Linear(8, 8, device=device) for _ in range(3)]
     twins_of = [copy.deepcopy(f) for f in functions]
@@ -342,25 +347,25 @@ def test_a_sample_of_two_captures(device):
     given = [torch.randn(4, 8, device=device), torch.randn(4, 8, device=device), torch.randn(2, 8, device=device)]
     results = [g(x) for g, x in zip(graphed, given)]
     for result, function, twin, x in reversed(list(zip(results, functions, twins_of, given))):
-        result.backward(torch.ones_like(result))  # sum()'s own has no strides, for which cuBLAS has other products
+        result.backward(torch.ones_like(result))  # that of sum() has zero strides, for which cuBLAS uses another GEMM
         twin(x).backward(torch.ones_like(result))
         assert_same_bits(function.weight.grad, twin.weight.grad)
 
 
 def test_a_sample_is_free_again(device):
-    """Behind a reset, or when what was captured is gone, it is the static input itself as ever."""
+    """After a reset, or when the captured callable is freed, the sample is the static input itself again."""
     x = torch.randn(4, 8, device=device)
     graphed = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert graphed.forward_graph.inputs[0].data_ptr() == x.data_ptr()
+    assert graphed.record.forward_graph.inputs[0].data_ptr() == x.data_ptr()
     second = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert second.forward_graph.inputs[0].data_ptr() != x.data_ptr()
+    assert second.record.forward_graph.inputs[0].data_ptr() != x.data_ptr()
     graphed.reset()
     third = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert third.forward_graph.inputs[0].data_ptr() == x.data_ptr()
+    assert third.record.forward_graph.inputs[0].data_ptr() == x.data_ptr()
     del graphed, third
     gc.collect()
     fourth = te.make_graphed_callables(lambda x: x * 2, (x,))
-    assert fourth.forward_graph.inputs[0].data_ptr() == x.data_ptr()
+    assert fourth.record.forward_graph.inputs[0].data_ptr() == x.data_ptr()
 
 
 class Scaled(torch.nn.Module):
@@ -385,11 +390,11 @@ def test_a_sample_in_the_memory_of_the_module(device, name):
 
 
 def test_the_copy_of_a_sample_has_its_strides(device):
-    """view() in what is captured depends on them."""
+    """view() in a captured callable depends on them."""
     base = torch.randn(6, 10, device=device)
     kept = te.make_graphed_callables(lambda x: x * 2, (base[:, :8],))
     graphed = te.make_graphed_callables(lambda x: x.as_strided((4, 8), (10, 1)) + 1, (base[:4, :8],))
-    assert graphed.forward_graph.inputs[0].data_ptr() != kept.forward_graph.inputs[0].data_ptr()
-    assert graphed.forward_graph.inputs[0].stride() == (10, 1)
+    assert graphed.record.forward_graph.inputs[0].data_ptr() != kept.record.forward_graph.inputs[0].data_ptr()
+    assert graphed.record.forward_graph.inputs[0].stride() == (10, 1)
     given = torch.randn(4, 10, device=device)[:, :8]
     assert_same_bits(graphed(given), given + 1)

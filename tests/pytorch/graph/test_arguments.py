@@ -32,11 +32,11 @@ class Valued:
 
 
 class Named:
-    """Equal to itself alone."""
+    """Equal only to itself."""
 
 
 class Equal:
-    """Gives or raises something when it is compared."""
+    """A comparison returns a given value or raises a given exception."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -132,7 +132,7 @@ def test_an_object_is_itself():
         (Equal(np.array([True, False])), ["Equal", "array([ True, False])"]),
         (Equal(False), ["Equal", "gives False"]),
         (np.array([object()]), ["array of objects"]),
-        (Valued(torch.ones(2)), ["Valued", "holds a tensor", "by themselves"]),
+        (Valued(torch.ones(2)), ["Valued", "holds a tensor", "directly"]),
         (Valued({"a": [torch.ones(2)]}), ["Valued", "holds a tensor"]),
         ({torch.ones(2)}, ["set", "holds a tensor"]),
         (functools.partial(print, torch.ones(2)), ["partial", "holds a tensor"]),
@@ -234,7 +234,7 @@ def test_a_replay_with_tensors_that_no_graph_can_read(kind):
     with pytest.raises(ValueError) as caught:
         graphed(like)
     assert "argument 0" in str(caught.value) and "captured was" in str(caught.value)
-    if kind != "meta":  # another device is said first
+    if kind != "meta":  # the error for another device comes first
         assert word in str(caught.value)
 
 
@@ -302,7 +302,7 @@ def test_callables_that_cannot_run():
 
 @pytest.mark.parametrize("layers", [1.0, True, [1.0], [True], {1}, object()], ids=lambda n: repr(n).split()[0])
 def test_layers_of_a_chunk_that_are_no_numbers(layers):
-    with refused(ValueError, OP, "'_num_layers_per_chunk'", "wanted for each chunk a number"):
+    with refused(ValueError, OP, "'_num_layers_per_chunk'", "wanted a number from 0 up for each chunk"):
         pipeline_schedule([1, -1], layers, 1, [False])
 
 

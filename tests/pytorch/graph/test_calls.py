@@ -14,7 +14,7 @@ from .cases import HIDDEN, assert_same_step, build, leaves_of, left_by, linear, 
 
 
 class Part(torch.nn.Module):
-    """Of a layer, only the first half is captured; what says so is the subclass's."""
+    """Only the first half of a layer is captured; the subclass decides it."""
 
     def __init__(self, device):
         super().__init__()
@@ -36,7 +36,7 @@ class ByFlag(Part):
 
 
 class ByState(Part):
-    """It asks for what it has been given before it asks what is going on."""
+    """Its __call__ reads an attribute before it tests is_graph_capturing()."""
 
     def __call__(self, x):
         if self.captured:
@@ -70,11 +70,11 @@ def test_a_part_of_a_layer(device, kind):
                 return module.second(*graphed[0](x)) if kind is ByFlag else module(x)
 
             assert_same_step(step(module, x, seed, call=call), step(eager, x, seed))
-    assert graphed[0].calls.turn == 4
+    assert graphed[0].record.calls.forward_id == 4
 
 
 def test_parameters_that_are_left_to_eager_are_not_come_by(device):
-    """Nobody's gradient accumulator runs that eager would leave alone; an input has to be used all the same."""
+    """Only those gradient accumulators run that run in eager; an input still has to be used."""
     module = ByCapture(device)
     graphed = te.make_graphed_callables((module,), ((tokens(device, grad=True),),), _order=[1, -1])
     nodes = {id(p): torch.autograd.graph.get_gradient_edge(p).node for p in module.parameters()}
@@ -93,7 +93,7 @@ def test_parameters_that_are_left_to_eager_are_not_come_by(device):
 
 
 def test_a_part_of_a_layer_without_its_graph(device):
-    """In the other mode the captured callable still is that part; a class that comes back to it is told."""
+    """In the other mode the captured callable still replaces that part; a class that calls it again gets an error."""
     for kind in (ByCapture, ByState):
         module = kind(device)
         eager = copy.deepcopy(module)
@@ -109,7 +109,7 @@ def test_a_part_of_a_layer_without_its_graph(device):
             else:
                 with refused(RuntimeError, "ByState", "__call__", "is_graph_capturing()"):
                     module(x)
-        assert graphed[0].calls.turn == 0
+        assert graphed[0].record.calls.forward_id == 0
 
 
 class Around(torch.nn.Module):
@@ -125,7 +125,7 @@ class Around(torch.nn.Module):
 
 
 class Instead(Around):
-    """No call comes to forward."""
+    """No call reaches forward."""
 
     def __call__(self, x):
         return self.inner(torch.sin(x))
@@ -141,7 +141,7 @@ class WithoutForward(torch.nn.Module):
 
 
 class Hooking(Around):
-    """Its __call__ registers a hook for the length of a call."""
+    """Its __call__ registers a hook for the duration of a call."""
 
     def __call__(self, x):
         handle = self.register_forward_hook(lambda module, args, y: y * 3)
@@ -152,7 +152,7 @@ class Hooking(Around):
 
 
 class Listed(Around):
-    """Its subclasses are registered, by a name that they have to give."""
+    """Its subclasses are registered by a name that they have to pass."""
 
     names = ()
 
@@ -188,7 +188,7 @@ def test_a_call_comes_to_the_replay_once(device, kind):
     for seed in range(3):
         x = tokens(device)
         assert_same_step(step(module, x, seed), step(eager, x, seed))
-        assert graphed.calls.turn == seed + 1
+        assert graphed.record.calls.forward_id == seed + 1
     assert isinstance(module, kind) and type(module).__name__ == kind.__name__
     assert Listed.names == ("own",)
     with refused(RuntimeError, kind.__name__, "reset()"):
@@ -203,7 +203,7 @@ def test_a_call_comes_to_the_replay_once(device, kind):
 @every_class
 @pytest.mark.parametrize("hooked", [False, True], ids=["no hooks", "hooks"])
 def test_the_other_mode_runs_the_class_once(device, kind, hooked):
-    """Without the graph a call is the class's own again, and hooks run around it, once."""
+    """Without the graph a call runs the __call__ of the class again, with hooks around it, once."""
     module = kind(device)
     eager = copy.deepcopy(module)
     te.make_graphed_callables(module, (tokens(device, grad=True),))
@@ -221,11 +221,11 @@ def test_the_other_mode_runs_the_class_once(device, kind, hooked):
                 got = step(module, x, 1)
         assert_same_step(got, step(eager, x, 1))
         assert module.forward is forward
-    assert seen == [1, 1, 1, 1] * hooked and forward.calls.turn == 2
+    assert seen == [1, 1, 1, 1] * hooked and forward.record.calls.forward_id == 2
 
 
 def test_the_other_mode_raises_in_the_class(device):
-    """What it raises is raised, and the module is captured as before."""
+    """Its exception is raised, and the module is captured as before."""
 
     class Raising(Around):
         def __call__(self, x):
@@ -243,11 +243,11 @@ def test_the_other_mode_raises_in_the_class(device):
     module.train()
     assert module.forward is forward
     assert_same_step(step(module, x, 1), step(eager, x, 1))
-    assert forward.calls.turn == 1
+    assert forward.record.calls.forward_id == 1
 
 
 def test_the_other_mode_is_told_of_the_first_microbatch(device):
-    """Through a __call__ that names it, or passes keywords on to a forward that does."""
+    """Through a __call__ with that argument, or one that passes keywords to a forward with it."""
 
     class Passing(te.Linear):
         def __call__(self, *args, **kwargs):
@@ -272,7 +272,7 @@ def test_the_other_mode_is_told_of_the_first_microbatch(device):
 
 
 def test_attributes_are_those_of_the_capture(device):
-    """A graph has what Python found when it was captured; what the recorder's work sets is not there afterwards."""
+    """A graph contains the attributes of the capture; attributes that a replay of the CPU backend sets are removed."""
 
     class Counting(Around):
         factor, calls = 2.0, 0
@@ -300,8 +300,8 @@ def fused_part(device, delay):
 
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
 def test_main_grads_of_what_is_left_to_eager(device, delay):
-    """A replay zeroes those that its own graph adds to, where a first microbatch replaces what is there; eager has
-    filled the others already, whose accumulators wait for nothing."""
+    """If the first microbatch replaces main_grads, a replay zeroes those that its own graph adds to; eager has already
+    filled the others, whose accumulators are not delayed."""
     module, eager = fused_part(device, delay), fused_part(device, delay)
     eager.load_state_dict(module.state_dict())
     graphed = te.make_graphed_callables((module,), ((tokens(device, grad=True),),), _order=[1, -1])[0]
@@ -332,11 +332,11 @@ def test_main_grads_of_what_is_left_to_eager(device, delay):
 
 
 def test_what_a_capture_made_is_written_once(device):
-    """Attributes of the caller's own may be set on a captured callable. Mutant: slots for its record."""
+    """A caller may set attributes of its own on a captured callable. Mutant: slots in Graphed."""
     graphed = te.make_graphed_callables(
         (te.Linear(HIDDEN, HIDDEN, device=device),), ((tokens(device, grad=True),),), _order=[1, -1]
     )
     graphed[0].tag = 3
     assert graphed[0].tag == 3
     with pytest.raises(AttributeError, match="cannot assign to field 'parameters'"):
-        graphed[0].parameters = []
+        graphed[0].record.parameters = []

@@ -12,6 +12,7 @@ from support import refused
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph.backend.cpu import RecordedStream
+from transformer_engine.pytorch.graph.replay.runner import GraphRunner
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from .cases import Recording, assert_same_step, build, left_by, linear, mlp, norm_linear, tokens
@@ -44,7 +45,7 @@ def checkpointed(call, x, **kwargs):
 
 
 def by_hand(call, x, **kwargs):
-    """As frameworks write a checkpoint of their own, around the phases alone."""
+    """A checkpoint as frameworks write it, with only the recompute phases around."""
     return ByHand.apply(call, kwargs, x)
 
 
@@ -126,7 +127,7 @@ def test_around(device, cached, order, name):
 @pytest.mark.parametrize("family", [linear, norm_linear, mlp], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 def test_around_in_one_region(device, family, inside):
-    """Several modules in a callable; the autocast ends before the backwards, or is around all of the step."""
+    """Several modules in a callable; the autocast ends before the backwards, or surrounds the whole step."""
     module = torch.nn.Sequential(build(family, device, BF16), build(linear, device, BF16))
     entries = ORDERS["two in flight"]
     assert_graphs_equal_eager(module, device, entries, "delayed", way=checkpointed, inside=inside)
@@ -134,7 +135,7 @@ def test_around_in_one_region(device, family, inside):
 
 @every_order
 def test_around_where_several_microbatches_quantize_the_weights(device, order):
-    """A recomputation quantizes nothing again, whatever its microbatch said: the others read it."""
+    """A recomputation quantizes no weights again, even for the first microbatch, since other microbatches read them."""
     options = {"cached": True, "first": (0, 1)}
     module = build(linear, device, BF16)
     assert_graphs_equal_eager(module, device, ORDERS[order], "delayed", way=checkpointed, **options)
@@ -156,7 +157,7 @@ def test_inside(device, cached, order, name):
 
 
 def test_a_recomputation_without_its_first_run(device):
-    """Scales and amaxes are as they were."""
+    """Scales and amaxes are unchanged."""
     module = build(linear, device, BF16)
     eager = copy.deepcopy(module)
     te.make_graphed_callables(module, (tokens(device, BF16, grad=True),), enabled=True, recipe=RECIPES["delayed"])
@@ -170,7 +171,7 @@ def test_a_recomputation_without_its_first_run(device):
 
 
 def test_an_exception_in_a_recomputation(device, monkeypatch):
-    """The scales of now are put back, whatever was raised."""
+    """The present scales are restored after an exception."""
     module = build(linear, device, BF16)
     te.make_graphed_callables(module, (tokens(device, BF16, grad=True),), enabled=True, recipe=RECIPES["delayed"])
     with around("delayed"):
@@ -178,18 +179,18 @@ def test_an_exception_in_a_recomputation(device, monkeypatch):
     before = states(module)
 
     def failing(*args):
-        module.forward.scales.rows[0].fill_(99.0)
+        module.forward.record.scales.amax_rows[0].fill_(99.0)
         raise KeyError("mine")
 
-    monkeypatch.setattr(type(module.forward), "run_forward", failing)
+    monkeypatch.setattr(GraphRunner, "run_forward", failing)
     with pytest.raises(KeyError, match="mine"):
         y.sum().backward()
     assert_same_states(states(module), before)
 
 
 def test_the_owner_of_a_graph_who_took_the_first_modules_part(device):
-    """He makes the backward's scales himself, those of a checkpoint too, whenever he likes; the forward's are made
-    when the region ends."""
+    """The owner of the graph updates the scales of the backward, also those of a checkpoint, at any time; the scales of
+    the forward are updated when the region ends."""
     module = build(linear, device, BF16)
     eager = copy.deepcopy(module)
     te.make_graphed_callables(module, (tokens(device, BF16, grad=True),), enabled=True, recipe=RECIPES["delayed"])
@@ -211,11 +212,11 @@ def test_the_owner_of_a_graph_who_took_the_first_modules_part(device):
 
 
 def test_on_a_stream_of_its_own_all_of_a_recomputation_is_waited_for():
-    """Before the scales of now are put away, and before they are put back; its backward waits for the event."""
+    """Waits before the present scales are saved, and before they are restored; its backward waits for the event."""
     module = Recording(build(linear, "cpu", BF16), "cpu")
     te.make_graphed_callables(module, (tokens("cpu", BF16, grad=True),), enabled=True, recipe=RECIPES["delayed"])
     log = collections.deque()
-    stream, main = RecordedStream("graph", log), module.forward.backend.current_stream()
+    stream, main = RecordedStream("graph", log), module.forward.record.backend.current_stream()
     options = {"cuda_graph_stream": stream, "cuda_graph_event": module.event}
     main.log.clear()
     with around("delayed"):
@@ -250,8 +251,8 @@ def chains(device, *, reuse):
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
 def test_layers_in_checkpoints_of_their_own(device, reuse):
-    """Each keeps its argument, the result of the one before, until its recomputation: those of other microbatches come
-    first, out of the order of the captures, and write where such results lie."""
+    """Each keeps its argument, the result of the previous one, until its recomputation. Recomputations of other
+    microbatches run first, out of the order of the captures, and overwrite the memory of such results."""
     *both, step = chains(device, reuse=reuse)
     for _ in range(3):
         inputs, left = [tokens(device) for _ in range(2)], []

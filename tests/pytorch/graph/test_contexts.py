@@ -23,7 +23,7 @@ def checkpointed(layers, run):
 
 
 def test_checkpoints_around_captured_callables(device):
-    """The recomputation of one that keeps no graph of the first run is a call like any; another is refused."""
+    """A recomputation is a normal call if the first run has no graph; otherwise it is refused."""
     layers = [build(linear, device), build(mlp, device)]
     eager = copy.deepcopy(layers)
     for layer in layers:
@@ -46,7 +46,7 @@ def test_a_backward_that_ran_is_not_another_call(device):
     capture(module, device)
     y = module(tokens(device, grad=True)).sum()
     y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="it ran already") as error:
+    with pytest.raises(RuntimeError, match="its backward ran already") as error:
         y.backward()
     assert "checkpoint" not in str(error.value) and "retain_graph_in_backward" in str(error.value)
 
@@ -143,7 +143,7 @@ def test_a_tuple_with_a_tensor_is_walked(device):
 
 
 def test_a_buffer_that_came_later_is_no_other_tensor(device):
-    """As a table that the first evaluation makes."""
+    """Like a table that the first evaluation creates."""
     module = build(linear, device)
     capture(module, device)
     module.register_buffer("table", torch.ones(2, device=device), persistent=False)

@@ -56,7 +56,7 @@ def test_samples(count, args, kwargs, words):
 
 def test_samples_of_an_order(device):
     modules = (build(linear, device), build(linear, device))
-    with refused(ValueError, OP, "'sample_args'", "3 entries", "wanted 4", "microbatches"):
+    with refused(ValueError, OP, "'sample_args'", "3 entries", "wanted 4", "microbatch"):
         te.make_graphed_callables(modules, (sample(device),) * 3, _order=[1, 2, -2, -1, 1, 2, -2, -1])
 
 
@@ -101,7 +101,7 @@ def test_a_buffer_with_a_gradient(device):
         ({"num_warmup_iters": -1}, ["'num_warmup_iters'", "-1"]),
         ({"num_warmup_iters": 1.0}, ["'num_warmup_iters'", "1.0"]),
         ({"enabled": (True, False)}, ["'enabled'", "(True, False)"]),
-        ({"enabled": False, "fp8_enabled": False}, ["'enabled'", "'fp8_enabled'", "older name"]),
+        ({"enabled": False, "fp8_enabled": False}, ["'enabled'", "'fp8_enabled'", "deprecated name"]),
         ({"recipe": 1, "fp8_recipe": 2}, ["'recipe'", "'fp8_recipe'"]),
         ({"_num_layers_per_chunk": 1}, ["'_num_layers_per_chunk'", "'_order'"]),
         ({"_reuse_graph_input_output_buffers": True}, ["'_reuse_graph_input_output_buffers'", "'_order'"]),
@@ -188,11 +188,11 @@ def test_a_fused_weight_without_main_grad_that_nothing_uses(device):
 
 @pytest.mark.parametrize("result", [None, 3.0, ()], ids=repr)
 def test_a_result_without_tensors(device, result):
-    with refused(ValueError, OP, "callable 0", "no tensor", "return what it computes"):
+    with refused(ValueError, OP, "callable 0", "no tensor", "return the computed tensors"):
         te.make_graphed_callables(lambda x: result, sample(device))
 
 
-# ---- what waits for the device ----
+# ---- operations that wait for the device ----
 
 
 def values(x):
@@ -222,7 +222,7 @@ def test_what_waits_for_the_device_is_named(device, function):
         te.make_graphed_callables(function, given)
     assert_same_bits(torch.rand(3, device=device), wanted)
     module, eager = twins(mlp, device)
-    capture(module, device)  # the machine captures on
+    capture(module, device)  # the backend can capture again
     x = tokens(device)
     assert_same_step(step(module, x, 1), step(eager, x, 1))
 
@@ -237,7 +237,7 @@ def test_a_synchronization_that_spoils_the_capture():
     with refused(RuntimeError, OP, "forward", "host", "synchronize"):
         te.make_graphed_callables(function, (tokens("cuda", grad=True),), num_warmup_iters=1)
     torch.manual_seed(1)
-    a = torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5)  # the generator counts again
+    a = torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5)  # the generator works again
     torch.manual_seed(1)
     assert_same_bits(torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5), a)
     module, eager = twins(dropout_layer, "cuda")
@@ -253,7 +253,7 @@ def test_a_synchronization_that_spoils_the_capture():
 def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
     where, count, options = STAGES[stage]
     if device == "cuda":
-        capture(build(mlp, device), device)  # what libraries allocate once
+        capture(build(mlp, device), device)  # allocations that libraries make once
     module = Faulty(build(mlp, device, delay_wgrad_compute=True), where, count)
     eager = copy.deepcopy(module)
     eager.where = None
@@ -277,7 +277,7 @@ def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
     assert_same_bits(torch.rand(4, device=device), wanted)
     assert all(p.grad.eq(0.25).all() for p in module.parameters())
     with pytest.raises(RuntimeError, match="backward_dw"):
-        module.inner.backward_dw()  # nothing is left there
+        module.inner.backward_dw()  # no memory stays allocated
     monkeypatch.undo()
     module.where = None
     for capture_first in (False, True):
@@ -293,8 +293,8 @@ def test_an_exception_leaves_everything_as_it_was(device, stage, monkeypatch):
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if "warmup_hook" not in s])
 def test_what_a_hook_began_is_ended(device, stage, monkeypatch):
-    """A user switches offload off and on with them: the second one is called once, wherever the warm-up or the capture
-    ends, and what ended it is what is raised."""
+    """A user disables and enables offload with them: the second hook is called once, wherever the warm-up or the
+    capture fails, and the first exception is raised."""
     where, count, options = STAGES[stage]
     module = Faulty(build(mlp, device, delay_wgrad_compute=True), where, count)
     if where == "wgrad":
@@ -321,7 +321,7 @@ def test_a_warm_up_and_its_last_hook_both_raise(device):
 
 
 def test_nothing_is_ended_that_did_not_begin(device):
-    """As a context manager's exit is not called where its entry raises."""
+    """Like the exit of a context manager, which is not called if its entry raises."""
     calls = []
     with pytest.raises(Fault):
         te.make_graphed_callables(

@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from .cases import HIDDEN, TOKENS, assert_same_step, build, left_by, linear, mlp, step, tokens
 from .orders import ORDERS, check, chunks_of, pipelines
 
-WORDS = ("graphed callable 0 (Linear)", "order of the captures", "'_order'", "capture it apart")
+WORDS = ("graphed callable 0 (Linear)", "order of the captures", "'_order'", "capture them apart")
 
 
 def captured(device, order, *, delay=False, **options):
@@ -26,7 +26,7 @@ def captured(device, order, *, delay=False, **options):
 
 
 def is_safe(order, run):
-    """Whether each pass of `run` has only what was captured during it between its own forward and its end."""
+    """Whether between the forward and the end of each microbatch `run` has only steps captured in between."""
     positions, ends, at = {}, {}, {}
     counts = {1: 0, -1: 0}
     for position, entry in enumerate(order):
@@ -48,7 +48,7 @@ RUNS = [
 @pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, -1, 1, -1]], ids=str)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_two_microbatches_in_any_order(device, order, run, reuse):
-    """Right where it is as captured, or nothing is under way at the same time; refused at a backward elsewhere. A later
+    """Right in the order of the captures, or with one microbatch in flight; otherwise a backward is refused. A later
     step in order is right again."""
     graphed, module, eager = captured(device, order, _reuse_graph_input_output_buffers=reuse)
 
@@ -86,12 +86,12 @@ def test_layers_in_another_order(device):
     stack.zero_grad()
     for use in (slice(0, 3), slice(0, 2), slice(1, 3), slice(2, 3)):
         assert_same_step(step(stack[use], x, 1), step(eager[use], x, 1))
-    for m, twin in zip(reversed(stack), reversed(eager)):  # each by itself
+    for m, twin in zip(reversed(stack), reversed(eager)):  # each separately
         assert_same_step(step(m, x, 2), step(twin, x, 2))
 
 
 def test_passes_that_were_given_up_are_in_nobodys_way(device):
-    """Validation with gradients, an exception between the passes: the next step is right."""
+    """Validation with gradients, or an exception between calls: the next step is right."""
     stack = torch.nn.Sequential(*(build(linear, device) for _ in range(3)))
     eager = copy.deepcopy(stack)
     te.make_graphed_callables(tuple(stack), tuple((tokens(device, grad=True),) for _ in stack))
@@ -108,8 +108,8 @@ def test_passes_that_were_given_up_are_in_nobodys_way(device):
 
 
 def test_delayed_weight_gradients_in_another_order(device):
-    """Without entries of their own they may come at any time, but not behind another step's passes, nor behind a
-    forward that was captured before their backward: what that one left may lie where the forward writes."""
+    """Without entries in the order they may run at any time, but not after calls of another step, nor after a forward
+    that was captured before their backward: it may overwrite what they read."""
     graphed, module, eager = captured(device, [1, 1, -1, -1], delay=True)
     results = [[call(tokens(device, grad=True)).sum() for call in calls] for calls in (graphed, [eager, eager])]
     for one in results:
@@ -133,7 +133,7 @@ def test_delayed_weight_gradients_in_another_order(device):
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "behind another pass"])
 def test_delayed_weight_gradients_are_eagers_or_refused(device, late):
-    """Of a module whose backward makes what they read."""
+    """With a module whose backward computes what they read."""
     module = build(mlp, device, delay_wgrad_compute=True)
     eager = copy.deepcopy(module)
     samples = tuple((tokens(device, grad=True),) for _ in range(2))
@@ -163,7 +163,7 @@ def test_delayed_weight_gradients_with_entries(device):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("delayed")])
 def test_retained_passes_with_delayed_weight_gradients(device, name, layers, reuse):
-    """The captured order goes through: a backward that could run again does not keep weight gradients from coming."""
+    """The captured order works: a backward that can run again does not prevent delayed weight gradients."""
     order = ORDERS[name]
     waits = [any(entry == -chunk - 1.5 for entry in order) for chunk in range(chunks_of(order))]
     modules = [build(mlp, device, delay_wgrad_compute=wait) for wait in waits for _ in range(layers)]
@@ -173,8 +173,8 @@ def test_retained_passes_with_delayed_weight_gradients(device, name, layers, reu
 
 
 def test_retained_passes_of_several_chunks(device):
-    """A forward behind a backward takes from that pass what another backward would read, and leaves what its weight
-    gradients read."""
+    """A forward after a backward overwrites what a second backward of that microbatch would read, but not what its
+    weight gradients read."""
     modules = tuple(build(linear, device, delay_wgrad_compute=True) for _ in range(2))
     graphed = te.make_graphed_callables(
         modules,
@@ -196,8 +196,8 @@ def test_retained_passes_of_several_chunks(device):
 
 
 def test_a_retained_pass_ends_by_itself(device):
-    """One that is called again without gradients takes nothing from what another one keeps: a pass of a later capture
-    into the pool is still said to write over it."""
+    """A call without gradients does not hide an overwrite: a microbatch of a later capture into the pool is still
+    reported to overwrite the first one."""
     pool = torch.cuda.graph_pool_handle() if device == "cuda" else (0, 4712)
     stacks = [[build(linear, device) for _ in range(count)] for count in (2, 1)]
     for stack in stacks:
@@ -217,7 +217,7 @@ def test_a_retained_pass_ends_by_itself(device):
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
 def test_a_backward_that_runs_again(device, reuse):
-    """What it reads is kept until all is captured; shared buffers are not."""
+    """Its memory is kept until the last capture; shared buffers are not."""
     graphed, module, eager = captured(
         device, [1, -1, 1, -1], retain_graph_in_backward=True, _reuse_graph_input_output_buffers=reuse
     )
@@ -256,9 +256,9 @@ def test_one_pool_for_two_captures(device):
 @pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "shared buffers"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_results_that_a_checkpoint_around_an_earlier_pass_overwrites(device, layers, reuse):
-    """Two microbatches in flight: the first one's recomputation comes behind the second one's first run, whose results
-    may lie where the first one's graph writes. What saved these is told, where the checkpoint is torch's own and says
-    nothing of itself; one microbatch after the other is right."""
+    """Two microbatches in flight: the recomputation of the first one runs after the first run of the second one, whose
+    results it may overwrite. With torch's checkpoint, which is not detected, a backward that saved these results
+    raises; one microbatch after the other is right."""
     modules = [build(mlp, device) for _ in range(layers)]
     eager = copy.deepcopy(modules)
     samples = tuple((tokens(device, grad=True),) for _ in range(2 * layers))

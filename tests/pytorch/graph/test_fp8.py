@@ -38,7 +38,7 @@ def test_captured_equals_eager(device, family, name):
 
 @every_recipe
 def test_a_captured_layer_beside_an_eager_one_in_one_region(device, name):
-    """The first module of the region is captured, then it is the eager one."""
+    """The first module of the region is captured; in a second case it is eager."""
     for captured in (0, 1):
         stack = torch.nn.Sequential(build(linear, device, torch.bfloat16), build(mlp, device, torch.bfloat16))
         eager = copy.deepcopy(stack)
@@ -51,7 +51,7 @@ def test_a_captured_layer_beside_an_eager_one_in_one_region(device, name):
 
 @delayed
 def test_backward_scales_follow_whichever_call_gets_a_gradient(device, name):
-    """The first captured callable of the region gets none."""
+    """The first captured callable of the region gets no gradient."""
     heads = [build(linear, device, torch.bfloat16) for _ in range(3)]
     eager = copy.deepcopy(heads)
     for i in (0, 2):
@@ -119,7 +119,7 @@ def test_weights_are_quantized_once_for_several_microbatches(device, name, fuse)
 
 
 def test_kept_weights_are_what_is_read(device):
-    """Between two optimizer steps a change of the weights goes unseen."""
+    """Between two optimizer steps a change of the weights has no effect."""
     module, _ = twins(linear, device)
     capture(module, device, "current", cache_quantized_params=True)
     x = tokens(device, torch.bfloat16, grad=True)
@@ -221,7 +221,7 @@ def test_a_recipe_for_each_callable(device):
 
 
 def test_high_precision_inside_of_an_autocast(device):
-    """enabled=False, the default, is not what is around the capture."""
+    """enabled=False, the default, takes precedence over the autocast around the capture."""
     module, eager = twins(linear, device)
     with around("current"):
         te.make_graphed_callables(module, (tokens(device, torch.bfloat16, grad=True),))

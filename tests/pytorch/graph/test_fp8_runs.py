@@ -41,7 +41,7 @@ BF16 = torch.bfloat16
 
 
 def assert_equal_step(got, want, what):
-    """Values: -0.0 where eager overwrites with it, and the graph adds it to 0, is the same."""
+    """Compares values: -0.0, which eager writes, equals the 0.0 of the graph, which adds it to 0."""
     assert got.keys() == want.keys()
     for key, tensor in want.items():
         assert (got[key] is None) == (tensor is None), f"{what} {key}"
@@ -78,7 +78,7 @@ def test_delayed_weight_gradients_into_main_grad(device, family, main_dtype, cac
         assert_same_states(states(module), states(eager), f"step {seed}")
 
 
-# ---- what records no amaxes in eager ----
+# ---- calls that record no amaxes in eager ----
 
 
 def quiet_call(module, x, **kwargs):
@@ -89,8 +89,8 @@ def quiet_call(module, x, **kwargs):
 @pytest.mark.parametrize("streamed", [False, True], ids=["current stream", "own stream"])
 @pytest.mark.parametrize("family", [linear, mlp, recomputed_mlp], ids=lambda f: f.__name__)
 def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, streamed):
-    """The graph of a forward with gradients records amaxes: what was recorded before it in the same step stays. The
-    input is another one each time, a hundred times larger where it is to leave nothing."""
+    """The graph of a forward with gradients records amaxes; those recorded earlier in the same step stay. The input
+    changes each time, and is a hundred times larger in calls that must record nothing."""
     module, eager = twins(family, device)
     capture(module, device, "delayed")
     options = {"cuda_graph_stream": stream_on(device)} if streamed else {}
@@ -101,14 +101,15 @@ def test_a_call_without_gradients_in_training_leaves_the_scales(device, family, 
         assert_same_states(states(module), states(eager), f"behind step {seed}")
         with around("delayed"):
             for m, given in ((module, options), (eager, {})):
-                m(x.clone().requires_grad_(), **given)  # its amaxes wait for the end of the region
+                m(x.clone().requires_grad_(), **given)  # its amaxes are used at the end of the region
                 quiet_call(m, large, **given)
         assert_same_states(states(module), states(eager), f"one region, {seed}")
 
 
 @pytest.mark.parametrize("around_it", [True, False], ids=["autocast", "no autocast"])
 def test_a_frozen_module_in_training_moves_its_scales(device, around_it):
-    """Gradients are recorded and nothing wants one: the forward's scales move as in eager, where no backward comes."""
+    """Grad mode is on but nothing requires a gradient: the forward's scales are updated as in eager without a
+    backward."""
     recipe = RECIPES["delayed"]
     module, eager = twins(linear, device)
     for part in (module, eager):
@@ -125,7 +126,7 @@ def test_a_frozen_module_in_training_moves_its_scales(device, around_it):
 
 
 def test_a_module_that_was_frozen_goes_on_as_in_eager(device):
-    """Its histories of both directions move on with the region's, though its backward is reached no more."""
+    """Its histories of both directions are updated with the region, though its backward does not run any more."""
     stack = torch.nn.Sequential(build(linear, device, BF16), build(linear, device, BF16))
     eager = copy.deepcopy(stack)
     x = tokens(device, BF16)
@@ -147,7 +148,7 @@ def test_a_module_that_was_frozen_goes_on_as_in_eager(device):
 
 
 class Own(torch.nn.Module):
-    """An autocast of its own around one of its modules, and another one that records nothing."""
+    """An inner autocast around one of its modules, and another module that records nothing."""
 
     def __init__(self, device):
         super().__init__()
@@ -163,7 +164,7 @@ class Own(torch.nn.Module):
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["high precision", "delayed"])
 def test_an_autocast_inside_of_what_is_captured(device, enabled):
-    """The scales of both directions move once a step, those of a module that ran without gradients not at all."""
+    """The scales of both directions are updated once a step; those of a module that ran without gradients never."""
     module = Own(device)
     module.third.requires_grad_(False)
     eager = copy.deepcopy(module)
@@ -183,13 +184,13 @@ def test_an_autocast_inside_of_what_is_captured(device, enabled):
 
 
 def test_amaxes_are_put_back_behind_the_whole_graph():
-    """On a stream of its own, whatever event the caller has: neither saved while the last replay writes, nor put back
-    before this one has."""
+    """On a separate stream, with any event of the caller: amaxes are not saved while the last replay writes them, and
+    not restored before this replay has written them."""
     module = Recording(twins(linear, "cpu")[0], "cpu")
     capture(module, "cpu", "delayed")
     log, stream = collections.deque(), stream_on("cpu")
     stream.log = log
-    main = module.forward.backend.current_stream()
+    main = module.forward.record.backend.current_stream()
     main.log.clear()
     quiet_call(module, tokens("cpu", BF16), cuda_graph_stream=stream, cuda_graph_event=module.event)
     assert list(main.log) == [("main", "waits for", "graph")] * 2
@@ -197,7 +198,7 @@ def test_amaxes_are_put_back_behind_the_whole_graph():
 
 
 def test_the_first_run_of_a_checkpoint_records(device):
-    """Though it has no gradients."""
+    """Even without gradients."""
     module, eager = twins(mlp, device)
     capture(module, device, "delayed")
     x, rows = tokens(device, BF16), []
@@ -211,8 +212,8 @@ def test_the_first_run_of_a_checkpoint_records(device):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 def test_checkpoints_around_captured_layers(device, inside):
-    """Two microbatches a step, the scales of both directions as eager's behind each: the recomputations come in the
-    other order than the first runs, each with a backward of its own inside the step's."""
+    """Two microbatches a step; the scales of both directions equal those of eager after each. The recomputations run in
+    the reverse order of the first runs, each with a backward inside that of the step."""
     layers = torch.nn.ModuleList(build(linear, device, BF16) for _ in range(3))
     eager = copy.deepcopy(layers)
     samples = tuple((tokens(device, BF16, grad=True),) for _ in layers)
@@ -244,7 +245,7 @@ def tensors_alive():
 
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"], ids=str)
 def test_many_replays(device, name):
-    """1,000 on CUDA; on a CPU, where each takes as long as eager, 180. Eager takes the same steps beside them."""
+    """1,000 on CUDA; 180 on a CPU, where each takes as long as eager. Eager runs the same steps for comparison."""
     module, eager = twins(norm_linear, device)
     if name is None:
         te.make_graphed_callables(module, (tokens(device, BF16, grad=True),))

@@ -23,7 +23,7 @@ def no_state_of_others():
     FP8GlobalStateManager.reset()
 
 
-# ---- what a capture leaves ----
+# ---- the state after a capture ----
 
 
 @delayed
@@ -154,7 +154,8 @@ def test_quantized_parameters(device):
 @pytest.mark.parametrize("family", [linear, split_linear], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("written", [False, True], ids=["same", "written"])
 def test_weights_that_are_quantized_anew_between_a_call_and_its_backward(device, family, name, written):
-    """All passes share the quantized weights. Eager's backward reads those of its call, and so gets other bits."""
+    """All microbatches share the quantized weights. The backward of eager reads those of its call, so its bits
+    differ."""
     module, eager = twins(family, device)
     fp8 = {"enabled": True, "recipe": RECIPES[name], "cache_quantized_params": True}
 
@@ -177,7 +178,7 @@ def test_weights_that_are_quantized_anew_between_a_call_and_its_backward(device,
         return [x[0].grad, x[1].grad]
 
     if written:
-        with pytest.raises(RuntimeError, match="quantized anew by another call"):
+        with pytest.raises(RuntimeError, match="quantized again by another call"):
             grads(passes, module)
         return
     with te.autocast(enabled=True, recipe=RECIPES[name]):

@@ -16,7 +16,7 @@ GENERATED = 40  # 0.3 s each
 @pytest.mark.usefixtures("fp8_left_off")
 def test_programs(device, generated_seed):
     program = generated(generated_seed)
-    # CUDA's generators cannot be put back within a capture, which says so; the recorder can.
+    # CUDA generators cannot be restored within a capture, which raises; the CPU backend can.
     draws = device == "cuda" and any(x.inside and x.family == "dropout" for chunk in program.chunks for x in chunk)
     try:
         run(program, device)
@@ -28,13 +28,13 @@ def test_programs(device, generated_seed):
 
 @pytest.mark.usefixtures("fp8_left_off")
 def test_a_write_to_parameters_that_no_backward_reads(device):
-    """Kept weights in FP8 are read instead: the gradients are right, and later calls see the new biases."""
+    """The backward reads cached FP8 weights: the gradients are right, and later calls use the new biases."""
     assert run(generated(228), device) == "written to: {'kept': True}"
 
 
 @pytest.mark.dist
 def test_programs_on_two_ranks(request):
-    """One start of the ranks for all of them: a twentieth of the option's number."""
+    """The ranks start once for all programs, whose number is a twentieth of the option."""
     count = request.config.getoption("generated", None)
     seeds = range(3 if count is None else max(1, count // 20))
     for rank, found in enumerate(on_ranks(workers.generated_programs, seeds, device="cpu")):

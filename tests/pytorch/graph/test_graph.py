@@ -67,7 +67,7 @@ def test_gradients_accumulate_over_replays(device, to_none):
         kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
         for m in (module, eager):
             m.zero_grad(set_to_none=to_none)
-        if to_none:  # what the caller holds is the caller's
+        if to_none:  # gradients that the caller holds stay unchanged
             x = tokens(device)
             assert_same_step(step(module, x, 9), step(eager, x, 9))
             for own, copied in kept:
@@ -130,7 +130,7 @@ def test_capture_changes_nothing(device):
 
 
 class Several(torch.nn.Module):
-    """Tensors in a dict, constants beside them, integers, and results of every form."""
+    """Tensors in a dict, constants beside them, integers, and results of every structure."""
 
     def __init__(self, device):
         super().__init__()

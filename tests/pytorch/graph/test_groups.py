@@ -14,13 +14,13 @@ def assert_captured_is_eager(left, what):
 
 
 def test_a_call_takes_the_group_of_what_is_around_it():
-    """Outside of any autocast, where eager would not quantize, the captured one."""
+    """Outside of any autocast, where eager does not quantize, the group of the capture."""
     both = on_ranks(workers.groups_of_autocast)
     for rank, found in enumerate(both):
         assert len(found) == 3 * 5 * 2
         for what, left in found.items():
             assert_captured_is_eager(left, f"rank {rank}: captured in {what}")
-    for what in both[0]:  # one group, one scale; the ranks have other values
+    for what in both[0]:  # one scale per group; the ranks have different values
         captured, name = what.split(", then ")
         name = name.split(",")[0]
         alone = (captured if name in ("none", "disabled") else name) == "own"

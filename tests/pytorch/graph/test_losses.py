@@ -15,11 +15,11 @@ from .cases import HIDDEN, assert_same_step, build, capture, left_by, linear, ml
 
 OP = "make_graphed_callables"
 
-# ---- what is closed over ----
+# ---- tensors in closures ----
 
 
 def closures(device):
-    """name -> (a callable, the shapes whose gradients a replay could not give)."""
+    """name -> (a callable, the shapes of tensors whose gradients a replay cannot compute)."""
     module, plain = build(linear, device), torch.nn.Linear(HIDDEN, HIDDEN, device=device)
     scale = torch.ones(HIDDEN, device=device, requires_grad=True)
     derived = scale * 2
@@ -90,7 +90,7 @@ def test_captured_without_gradients_and_called_with(device):
     assert not frozen(x).requires_grad
 
 
-# ---- frozen, and not ----
+# ---- frozen and unfrozen ----
 
 
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["one", "all"])
@@ -114,7 +114,7 @@ def test_a_parameter_that_is_unfrozen_later(device, all_of_them):
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_a_parameter_that_is_frozen_later(device, fuse, delay):
     module, eager = twins(linear, device, fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay)
-    whole = copy.deepcopy(eager)  # stays unfrozen, as the graph does: a bias alone is summed in another order on a GPU
+    whole = copy.deepcopy(eager)  # stays unfrozen, as in the graph: a bias alone is summed in another order on a GPU
     for m in (module, eager, whole):
         m.weight.main_grad = torch.ones_like(m.weight)
         m.weight.grad_added_to_main_grad = False
@@ -125,7 +125,7 @@ def test_a_parameter_that_is_frozen_later(device, fuse, delay):
         x = tokens(device)
         got, want, _ = step(module, x, seed), step(eager, x, seed), step(whole, x, seed)
         if delay:
-            module.backward_dw(), whole.backward_dw()  # eager has nothing left for it: the bias got its gradient before
+            module.backward_dw(), whole.backward_dw()  # eager: the bias has its gradient already
         assert_same_bits(got["x.grad"], want["x.grad"])
         assert_same_bits(module.bias.grad, whole.bias.grad)
         for m in (module, eager):

@@ -9,7 +9,7 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graph import is_graph_capturing
-from transformer_engine.pytorch.graph.capture import untouched
+from transformer_engine.pytorch.graph.capture import state_guard
 
 WIDTH = 8
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_put_back_leaves_the_rest(device, monkeypatch):
     module = Shifted(device, torch.ones(2, device=device))
     module.inner.weight.grad = torch.ones_like(module.inner.weight)
     grad, x, random = module.inner.weight.grad, sample(device), torch.get_rng_state()
-    monkeypatch.setattr(untouched.Kept, "put_back", raising)
+    monkeypatch.setattr(state_guard.TensorBackup, "restore", raising)
     with pytest.raises(OSError, match="gone"):
         te.make_graphed_callables(module, (x,))
     assert not is_graph_capturing()
@@ -80,7 +80,7 @@ def test_what_cannot_be_put_back_leaves_the_rest(device, monkeypatch):
     te.make_graphed_callables(module, (sample(device),))
 
 
-# ---- parameters and buffers that a forward writes to, or replaces ----
+# ---- parameters and buffers that a forward writes or replaces ----
 
 
 class Averaged(torch.nn.Module):
@@ -162,7 +162,7 @@ def test_a_buffer_that_is_replaced_is_refused(device, warmups):
 
 @pytest.mark.parametrize("how", ["in place", "made once"])
 def test_buffers_that_stay(device, how):
-    """One that is made in the first forward, of the warm-up, is read by the graph from then on."""
+    """The graph reads a buffer that the first forward of the warm-up creates."""
     module = Counting(device, how)
     twin, x = copy.deepcopy(module), sample(device)
     te.make_graphed_callables(module, (sample(device),))
@@ -181,7 +181,7 @@ def doubled(grad):
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the capture", "after it"])
 def test_hooks_of_parameters_run_once(device, late):
-    """As in eager: around each replay, none inside the capture; those behind the accumulation see all of .grad."""
+    """As in eager: around each replay, none inside the capture; post-accumulate hooks see the whole .grad."""
     module, x, calls, sums = torch.nn.Linear(WIDTH, WIDTH, device=device), sample(device), [], []
     twin = copy.deepcopy(module)
 
@@ -199,7 +199,7 @@ def test_hooks_of_parameters_run_once(device, late):
     assert not calls and not sums
     for step in range(1, 4):
         for y in (module(x), twin(x)):
-            y.backward(torch.ones_like(y))  # sum()'s own has no strides, for which cuBLAS has other products
+            y.backward(torch.ones_like(y))  # that of sum() has zero strides, for which cuBLAS uses another GEMM
         assert len(calls) == len(sums) == step
         assert_same_bits(module.weight.grad, twin.weight.grad)
         assert_same_bits(sums[-1], twin.weight.grad)

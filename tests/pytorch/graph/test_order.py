@@ -62,7 +62,7 @@ def test_delayed_gradients_without_entries_may_come_at_any_time(device, late, re
             eager.modules[0].backward_dw()
         for key in want:
             assert_same_bits(got[key], want[key])
-        for p, q in zip(module.parameters(), eager.modules[0].parameters()):  # two addends: either order
+        for p, q in zip(module.parameters(), eager.modules[0].parameters()):  # two addends, in either order
             assert_same_bits(p.grad, q.grad)
             p.grad = q.grad = None
 
@@ -81,10 +81,10 @@ def test_dropout_in_an_order(device):
 
 
 def storages(graphed):
-    """Bytes of the distinct static tensors of all passes."""
+    """Bytes of the distinct static tensors of all microbatches."""
     seen = {}
     for g in graphed:
-        forth, back = g.forward_graph, g.backward_graph
+        forth, back = g.record.forward_graph, g.record.backward_graph
         for t in (*forth.inputs, *forth.outputs, *back.grad_outputs, *back.grad_inputs):
             if t is not None:
                 seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -96,7 +96,7 @@ def test_shared_buffers_take_less(device):
     for reuse in (False, True):
         modules = [build(linear, device) for _ in range(4)]
         if device == "cuda":
-            gc.collect()  # as a capture does: what an earlier test left would be counted as given back
+            gc.collect()  # as in a capture: garbage of an earlier test would be counted as released
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
         graphed = pipelines(modules, FOUR_STAGES, 1, device, _reuse_graph_input_output_buffers=reuse)[0]
@@ -112,19 +112,19 @@ def test_shared_buffers_take_less(device):
 
 
 def test_outputs_live_until_their_backward(device):
-    """With shared buffers, two microbatches in flight have outputs of their own."""
+    """With shared buffers, two microbatches in flight have separate outputs."""
     modules = [build(linear, device)]
     graphed, *_ = pipelines(modules, [1, 1, -1, -1], 1, device, _reuse_graph_input_output_buffers=True)
-    assert len({g.forward_graph.outputs[0].data_ptr() for g in graphed}) == 2
-    assert len({g.forward_graph.inputs[0].data_ptr() for g in graphed}) == 2
+    assert len({g.record.forward_graph.outputs[0].data_ptr() for g in graphed}) == 2
+    assert len({g.record.forward_graph.inputs[0].data_ptr() for g in graphed}) == 2
     graphed, *_ = pipelines(modules, [1, -1, 1, -1], 1, device, _reuse_graph_input_output_buffers=True)
-    assert len({g.forward_graph.inputs[0].data_ptr() for g in graphed}) == 1
-    assert len({g.backward_graph.grad_outputs[0].data_ptr() for g in graphed}) == 1
+    assert len({g.record.forward_graph.inputs[0].data_ptr() for g in graphed}) == 1
+    assert len({g.record.backward_graph.grad_outputs[0].data_ptr() for g in graphed}) == 1
     if device == "cpu":
-        assert len({g.forward_graph.outputs[0].data_ptr() for g in graphed}) == 1
+        assert len({g.record.forward_graph.outputs[0].data_ptr() for g in graphed}) == 1
 
 
-# ---- what an order means ----
+# ---- the meaning of an order ----
 
 
 def kinds(schedule):
@@ -163,7 +163,7 @@ def test_entries_for_weight_gradients():
         ([1, 1.5, -1], ["1.5"]),
         ([1, -1, -1.5], ["-1.5", "delay_wgrad_compute"]),
         ([1, 1, -1], ["forward", "backward"]),
-        ([1, 2, -2, -1, 1, -1], ["as many"]),
+        ([1, 2, -2, -1, 1, -1], ["the same number"]),
         ([2, -2], ["none of chunk 1"]),
         ([-1, 1], ["position 0", "before"]),
         ([1, -1, -1, 1], ["position 2", "before"]),
@@ -191,7 +191,7 @@ def test_layers_that_do_not_add_up(layers):
 @pytest.mark.parametrize("layers", [[0, 2], [2, 0], [0, 1, 1], [1, 0, 1], [0, 2, 0]], ids=str)
 @pytest.mark.parametrize("delayed", [False, True], ids=["now", "later"])
 def test_chunks_without_layers(device, layers, delayed):
-    """They have their entries in the order, those of weight gradients too, and neither samples nor callables."""
+    """They have entries in the order, also for weight gradients, but neither samples nor callables."""
     chunks = range(1, len(layers) + 1)
     backward = [-c for c in reversed(chunks)] + [-c - 0.5 for c in reversed(chunks) if delayed]
     order_ = [*chunks, *chunks, *backward, *backward]
@@ -204,7 +204,7 @@ def test_chunks_without_layers(device, layers, delayed):
         _num_layers_per_chunk=layers,
         _reuse_graph_input_output_buffers=True,
     )
-    # Samples are numbered by chunk, microbatch and layer: layers of one chunk lie side by side, else microbatches.
+    # Samples are numbered by chunk, microbatch and layer, in this order of nesting.
     passes = [graphed[0::2], graphed[1::2]] if 2 in layers else [graphed[:2], graphed[2:]]
     x = [torch.randn(*TOKENS, HIDDEN, device=device) for _ in range(2)]
     results = [passes[1][m](passes[0][m](x[m].clone().requires_grad_())) for m in range(2)]
@@ -226,7 +226,7 @@ def test_chunks_that_do_not_divide():
 
 @st.composite
 def valid_orders(draw):
-    """A random interleaving of forwards, backwards and perhaps weight gradients that keeps each chunk's own order."""
+    """A random interleaving of forwards, backwards and perhaps weight gradients that keeps the order in each chunk."""
     chunks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     delayed = [draw(st.booleans()) for _ in range(chunks)]
     counts = {(kind, c): 0 for kind in "fbw" for c in range(chunks)}

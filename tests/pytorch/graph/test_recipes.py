@@ -18,7 +18,7 @@ from .fault_cases import STAGES, WARMUPS, Fault, Faulty, faulty_backward_dw
 from .fp8_cases import assert_same_states, states
 
 BEFORE = DelayedScaling(amax_history_len=8)
-# What is another in the recipe of the capture.
+# Differences in the recipe of the capture.
 SWITCHES = {
     "shorter history": DelayedScaling(amax_history_len=2),
     "longer history": DelayedScaling(amax_history_len=16),
@@ -84,7 +84,7 @@ def test_histories_of_a_length_of_their_own(device):
 
 
 def test_a_checkpoint_of_another_recipe_behind_a_capture(device):
-    """It is brought to the captured one, in the memory that the graph knows."""
+    """Its state is converted to the captured recipe, in the memory that the graph reads."""
     other, _ = used_twins(linear, device, SWITCHES["all"])
     module, eager = used_twins(linear, device, BEFORE)
     capture(module, device, BEFORE)
@@ -112,7 +112,7 @@ def test_a_failed_capture_leaves_the_recipe(device, stage, switch, monkeypatch):
     module.where = None
     after = {key: (state.rule, state.scale, state.amax_history) for key, state in scalings(inner)}
     assert before.keys() == after.keys()
-    for key, held in before.items():  # another graph may know this memory
+    for key, held in before.items():  # another graph may read this memory
         assert all(a is b for a, b in zip(after[key], held)), key
     for m in (module, eager):
         m.inner.drop_backward_dw()
@@ -167,7 +167,7 @@ def test_another_recipe_around_a_replay_is_refused(device, name, grad):
                 module(tokens(device, torch.bfloat16, grad=True))
         assert_same_states(states(module), before)
     assert_same_steps(device, module, eager, FP8[name])
-    assert_same_steps(device, module, eager, copy.copy(FP8[name]))  # equal is the same
+    assert_same_steps(device, module, eager, copy.copy(FP8[name]))  # an equal recipe is the same
 
 
 def test_a_recipe_that_was_changed_in_place_is_another(device):
@@ -210,7 +210,7 @@ def test_what_was_captured_is_what_runs_where_none_is_around(device):
 
 
 def test_a_recipe_inside_of_what_is_captured(device):
-    """An autocast of the callable's own: the one around a replay is nothing to it."""
+    """The callable contains an autocast: the one around a replay has no effect."""
 
     class Own(torch.nn.Module):
         def __init__(self):
@@ -232,8 +232,7 @@ def test_a_recipe_inside_of_what_is_captured(device):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_call_in_an_autocast_of_a_capture_without(device, enabled):
-    """It runs as it was captured, and says so once; what has no products, or what is switched off, has nothing to
-    say."""
+    """It runs as captured, with one warning; no warning if it has no GEMMs, or if the autocast is disabled."""
     module = build(mlp, device, torch.bfloat16)
     eager = copy.deepcopy(module)
     te.make_graphed_callables(module, (tokens(device, torch.bfloat16, grad=True),))

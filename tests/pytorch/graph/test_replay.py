@@ -43,7 +43,7 @@ def test_an_argument_of_another_form(device, change, words):
     module = build(mlp, device)
     capture(module, device)
     module(tokens(device, grad=True))
-    static = module.forward.forward_graph.inputs[0]
+    static = module.forward.record.forward_graph.inputs[0]
     before = static.detach().clone()
     with refused(ValueError, "graphed callable 0 (LayerNormMLP)", *words):
         module(change(tokens(device, grad=True)))
@@ -62,7 +62,7 @@ def test_one_argument_that_holds_one_tensor(device, wrap):
     assert_same_bits(y, x * 2)
     y.sum().backward()
     assert x.grad.eq(2).all()
-    with refused(TypeError, "double", "form"):
+    with refused(TypeError, "double", "captured with the arguments"):
         graphed(x)
 
 
@@ -103,7 +103,7 @@ def test_other_arguments(device):
     ):
         with refused(TypeError, "scaled", *words):
             graphed(x, **kwargs)
-    with refused(TypeError, "form"):
+    with refused(TypeError, "captured with the arguments"):
         graphed(x, x, scale=2.0, y=y)
     for scale in (3.0, 2, "2.0"):
         with refused(ValueError, "'scale'", repr(scale), "2.0"):
@@ -114,7 +114,7 @@ def test_other_arguments(device):
 
 
 def test_keywords_that_were_not_captured_may_be_none(device):
-    """As frameworks call a layer: all its keywords, most of them None."""
+    """Like the calls of frameworks: with all keywords of the layer, most of them None."""
     graphed = te.make_graphed_callables(scaled, (tokens(device),), sample_kwargs={"y": tokens(device)})
     x, y = tokens(device), tokens(device)
     assert_same_bits(graphed(x, z=None, y=y, anything=None), scaled(x, y=y))
@@ -175,7 +175,7 @@ def test_functional_transforms(device):
 
 
 def test_another_mode(device):
-    """Evaluation between training steps, and training of what was captured for evaluation: eager, and said."""
+    """Evaluation between training steps, and training of a module captured in eval mode: eager, with a warning."""
     for captured in (True, False):
         module, eager = twins(plain, device)
         module.train(captured)
@@ -202,7 +202,7 @@ def test_a_pass_of_an_order_in_another_mode(device):
     x = tokens(device)
     with torch.no_grad(), pytest.warns(UserWarning, match="without the graph"):
         module.eval()
-        assert_same_bits(graphed[1](x[:1]), eager(x[:1]))  # of any shape: it is eager
+        assert_same_bits(graphed[1](x[:1]), eager(x[:1]))  # of any shape, since it runs eager code
     module.train()
     for g in graphed:
         assert_same_step(step(module, x, 1, call=g), step(eager, x, 1))
@@ -217,7 +217,7 @@ def test_another_mode_leaves_weight_gradients_to_the_module(device):
         if train:
             step(module, x, 1)
             with torch.no_grad(), pytest.warns(UserWarning, match="without the graph"):
-                module.eval()(x)  # between: the graph's own still wait
+                module.eval()(x)  # in between: those of the graph are still pending
         else:
             with pytest.warns(UserWarning, match="without the graph"):
                 step(module, x, 1)
@@ -243,8 +243,7 @@ def test_another_mode_is_told_of_the_first_microbatch(device):
 
 @pytest.mark.parametrize("way", ["sum", "view", "another replay"])
 def test_gradients_of_what_an_argument_was_made_of_accumulate(device, way):
-    """A leaf that reaches the argument through operations which hand a gradient on as it is keeps none that a later
-    replay writes over."""
+    """A leaf before operations that pass a gradient on unchanged gets no gradient that a later replay overwrites."""
     layers = [build(linear, device), build(linear, device)]
     eager = copy.deepcopy(layers)
     for module in layers:

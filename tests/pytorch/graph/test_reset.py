@@ -51,8 +51,8 @@ def test_reset_restores_the_eager_forward(device):
 
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
 def test_what_adds_to_gradients_is_not_the_captures(device, delay):
-    """Nodes of the parameters live on the stream where they were made, which a capture must not make wait: with a
-    result that is alive, or kept for their hooks, as a framework's buckets do."""
+    """AccumulateGrad nodes belong to the stream on which they were made, which a capture must not wait for. They live
+    with a result, or because a framework keeps them for hooks, as gradient buckets do."""
     module, eager = twins(linear, device, delay_wgrad_compute=delay)
     y, heard = module(tokens(device, grad=True)), []
     nodes = {name: p.expand_as(p).grad_fn.next_functions[0][0] for name, p in module.named_parameters()}
@@ -77,12 +77,12 @@ def test_reset_frees_the_static_tensors(device):
     module = build(mlp, device)
     capture(module, device)
     handle = module.forward  # may live on
-    kept = [weakref.ref(t) for t in (*handle.forward_graph.inputs, *handle.forward_graph.outputs)]
+    kept = [weakref.ref(t) for t in (*handle.record.forward_graph.inputs, *handle.record.forward_graph.outputs)]
     if device == "cuda":
         before = torch.cuda.memory_allocated()
     module.reset()
     gc.collect()
-    assert handle.fitness.gone and all(ref() is None for ref in kept)
+    assert handle.record.validity.was_reset and all(ref() is None for ref in kept)
     if device == "cuda":
         assert torch.cuda.memory_allocated() < before
 
@@ -99,7 +99,7 @@ def test_reset_returns_all_memory():
             module.reset()
             module.zero_grad()
 
-    cycle()  # what libraries allocate for the capture stream stays
+    cycle()  # allocations of libraries for the capture stream stay
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
@@ -110,9 +110,9 @@ def test_reset_returns_all_memory():
 
 @pytest.mark.gpu
 def test_extra_memory_is_static_tensors_and_the_pool():
-    """The sample itself is the static input; what comes in for the outputs is the other static tensor."""
+    """The sample itself is the static input; the incoming gradient of the output is the other static tensor."""
     tokens_, hidden = 1024, 512
-    capture(build(mlp, "cuda"), "cuda")  # what libraries allocate once
+    capture(build(mlp, "cuda"), "cuda")  # allocations that libraries make once
     module = te.LayerNormMLP(hidden, 4 * hidden, device="cuda")
     sample = torch.randn(tokens_, hidden, device="cuda", requires_grad=True)
     pool = torch.cuda.graph_pool_handle()
@@ -122,7 +122,7 @@ def test_extra_memory_is_static_tensors_and_the_pool():
     torch.cuda.synchronize()
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
     in_pool = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
-    static = sum(t.untyped_storage().nbytes() for t in module.forward.backward_graph.grad_outputs)
+    static = sum(t.untyped_storage().nbytes() for t in module.forward.record.backward_graph.grad_outputs)
     assert in_pool > 0 and static == sample.untyped_storage().nbytes()
     assert torch.cuda.memory_allocated() - before - in_pool <= static + 2**16
 
@@ -134,7 +134,7 @@ def test_a_pool_is_shared():
     eager = copy.deepcopy(modules)
     for module in modules:
         capture(module, "cuda", pool=pool)
-    assert {module.forward.forward_graph.graph.pool() for module in modules} == {pool}
+    assert {module.forward.record.forward_graph.graph.pool() for module in modules} == {pool}
     for seed in range(2):
         for module, twin in zip(modules, eager):
             x = torch.randn(6, 2, HIDDEN, device="cuda")
@@ -142,11 +142,17 @@ def test_a_pool_is_shared():
 
 
 class Freed:
-    """Whether what a module and its graphs hold is gone, on CUDA its memory too."""
+    """Whether the tensors of a module and its graphs are freed, on CUDA their memory too."""
 
     def __init__(self, module, device):
         forward = module.forward
-        held = (module, forward, *module.parameters(), *forward.forward_graph.inputs, *forward.forward_graph.outputs)
+        held = (
+            module,
+            forward,
+            *module.parameters(),
+            *forward.record.forward_graph.inputs,
+            *forward.record.forward_graph.outputs,
+        )
         self.references = [weakref.ref(o) for o in held]
         self.before = torch.cuda.memory_allocated() if device == "cuda" else 1
 
@@ -169,7 +175,7 @@ def test_a_module_that_was_reset_goes_with_its_last_reference(device, family, no
     module = build(family, device)
     capture(module, device)
     step(module, tokens(device), 1)
-    gc.collect()  # what building and capturing left, but nothing behind it
+    gc.collect()  # garbage of building and capturing, but none made later
     freed = Freed(module, device)
     module.reset()
     del module
@@ -178,7 +184,7 @@ def test_a_module_that_was_reset_goes_with_its_last_reference(device, family, no
 
 @pytest.mark.parametrize("family", [mlp, layer, plain], ids=lambda f: f.__name__)
 def test_a_captured_module_goes_with_the_next_collection(device, family, no_collection):
-    """It and its graphs hold each other."""
+    """The module and its graphs refer to each other."""
     module = build(family, device)
     capture(module, device)
     step(module, tokens(device), 1)

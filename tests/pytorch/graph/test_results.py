@@ -9,6 +9,7 @@ import torch
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph.replay.graphed import consumer_of
 
 from .cases import assert_same_step, build, left_by, linear
 from .orders import ORDERS, chunks_of, every_order, pipelines
@@ -18,7 +19,7 @@ every_reuse = pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse
 
 
 class Two(torch.nn.Module):
-    """A layer with a second input: a skip, a context. Of whole numbers, whose sums are the same in any order."""
+    """A layer with a second input: a skip, a context. With whole numbers, whose sums are equal in any order."""
 
     def __init__(self, device):
         super().__init__()
@@ -54,7 +55,7 @@ def assert_same_gradients(modules, twins):
 @pytest.mark.parametrize("layers", [1, 3])
 @every_reuse
 def test_results_are_valid_until_the_next_call(device, name, layers, reuse):
-    """Of every layer, behind their backward too."""
+    """Results of every layer, also after their backward."""
     order = ORDERS[name]
     waits = [any(entry == -chunk - 1.5 for entry in order) for chunk in range(chunks_of(order))]
     modules = [build(linear, device, delay_wgrad_compute=wait) for wait in waits for _ in range(layers)]
@@ -83,7 +84,7 @@ def test_results_are_valid_until_the_next_call(device, name, layers, reuse):
 
 
 def test_what_kept_a_result_says_that_it_is_gone(device):
-    """An eager operation that saved it, and goes back behind the next call: as where a tensor was written in place."""
+    """An eager operation that saved it raises in a backward after the next call, as after an in-place write."""
     modules = (torch.nn.Linear(4, 4, device=device), torch.nn.Linear(4, 6, device=device))
     samples = tuple((torch.randn(3, 4, device=device).requires_grad_(),) for _ in modules)
     graphed = te.make_graphed_callables(modules, samples, _order=[1, -1], _reuse_graph_input_output_buffers=True)
@@ -105,7 +106,8 @@ def test_what_kept_a_result_says_that_it_is_gone(device):
 
 
 def wiring(seed, layers):
-    """What each layer takes, (which result, what is made of it) twice, and what the loss reads beside the last one."""
+    """The inputs of each layer, (which result, the operation on it) twice, and those of the loss beside the last
+    one."""
     draw = random.Random(seed)
     ways = ["as it is", "as it is", "as it is", "scaled", "view"]
     takes = [
@@ -130,8 +132,8 @@ def forward(layers, x, takes, reads):
 @pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
 @pytest.mark.parametrize("order", [[1, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, 2, 1, 2, -2, -1, -2, -1]], ids=str)
 def test_results_with_several_consumers(device, order, retain, reuse):
-    """Skips, contexts, a result used twice by one layer, eager operations in between and beside: layers of one step in
-    random wirings, microbatches in flight as the order has them."""
+    """Skips, contexts, a result used twice by one layer, eager operations in between: layers of one step in random
+    wirings, with microbatches in flight as in the order."""
     count, chunks = 6, max(order)
     layers = count // chunks
     graphed, modules, twins = captured(
@@ -143,7 +145,7 @@ def test_results_with_several_consumers(device, order, retain, reuse):
         first = [c * layers * microbatches + microbatch * layers for c in range(chunks)]
         return [graphed[start + i] for start in first for i in range(layers)]
 
-    # In flight as far as the order allows: all chunks of a microbatch go forward, and back, in one piece.
+    # All chunks of a microbatch run forward, and backward, without another microbatch in between.
     pieces = [entry for entry in order if abs(entry) == chunks]
     for seed in range(5):
         takes, reads = wiring(seed, count)
@@ -169,8 +171,7 @@ def test_results_with_several_consumers(device, order, retain, reuse):
 @every_reuse
 @pytest.mark.parametrize("way", ["autograd.grad", "hooks", "retain_grad"])
 def test_gradients_of_results_are_the_callers(device, way, reuse):
-    """Asked for on the way to those of the inputs, or kept by a hook: nothing writes over them, in this backward or
-    later."""
+    """Requested beside those of the inputs, or kept by a hook: nothing overwrites them, in this backward or later."""
     graphed, _, twins = captured(device, 5, [1, -1], _reuse_graph_input_output_buffers=reuse)
     for seed in range(4):
         takes, reads = wiring(seed, 5)
@@ -202,7 +203,7 @@ def test_gradients_of_results_are_the_callers(device, way, reuse):
 @pytest.mark.parametrize("kept", ["with the gradient", "in another's place"])
 @every_reuse
 def test_a_hook_that_keeps_a_gradient_and_gives_another(device, kept, reuse):
-    """Of callables that hand on the very gradient that comes in, in whose buffer the next one's comes in."""
+    """Callables that return the incoming gradient itself, in whose buffer the next incoming gradient is copied."""
 
     class Same(torch.nn.Module):
         def forward(self, x):
@@ -234,8 +235,8 @@ def test_a_hook_that_keeps_a_gradient_and_gives_another(device, kept, reuse):
 @pytest.mark.parametrize("checkpoint", [te.checkpoint, torch.utils.checkpoint.checkpoint], ids=["te", "torch"])
 @every_reuse
 def test_a_gradient_that_waits_while_its_callable_runs_again(device, apart, checkpoint, reuse):
-    """A sum of a call and of a checkpoint around another one: between the backward of the former and that of the layer
-    before, the latter is recomputed, forward and backward."""
+    """A sum of a call and of a checkpoint around another call: the second is recomputed, forward and backward, between
+    the backward of the first and that of the previous layer."""
     modules = [torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.float64) for _ in range(2)]
     twins = copy.deepcopy(modules)
 
@@ -264,12 +265,13 @@ def test_a_gradient_that_waits_while_its_callable_runs_again(device, apart, chec
 
 @every_reuse
 def test_a_gradient_for_the_next_captured_backward_is_not_copied(device, reuse):
-    """It is read there before anything is written; another one, whose sum autograd makes, is a copy."""
+    """It is read before anything is written; a gradient that autograd sums is a copy."""
     graphed, *_ = captured(device, 3, [1, -1], _reuse_graph_input_output_buffers=reuse)
     x, seen = drawn(device).requires_grad_(), []
     first = graphed[0](x, x)
     second = graphed[1](first, first)
     second.register_hook(lambda g: seen.append(g.data_ptr()))
     graphed[2](second, first).sum().backward()
-    assert seen == [graphed[2].backward_graph.grad_inputs[0].data_ptr()]
-    assert graphed[1].taker(first.grad_fn) is graphed[0] and graphed[2].taker(first.grad_fn) is None
+    assert seen == [graphed[2].record.backward_graph.grad_inputs[0].data_ptr()]
+    assert consumer_of(graphed[1]._runner, first.grad_fn) is graphed[0].record
+    assert consumer_of(graphed[2]._runner, first.grad_fn) is None

@@ -1,4 +1,4 @@
-# Captured callables that draw random numbers: torch's generators and trackers go on as in eager, checkpoints included.
+# Captured callables that draw random numbers: generators and trackers advance as in eager, also with checkpoints.
 import copy
 
 import pytest
@@ -11,7 +11,7 @@ from .cases import HIDDEN, TOKENS, assert_same_step, build, capture, layer, mlp,
 
 
 def test_random_numbers_go_on_as_in_eager(device):
-    """Dropout inside and outside of the captured part, and the states afterwards."""
+    """Dropout inside and outside of the captured part, and the states after it."""
     module, eager = twins(plain, device)
     capture(module, device)
     drawn = []

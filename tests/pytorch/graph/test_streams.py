@@ -10,7 +10,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.graph.backend.cpu import RecordedEvent, RecordedStream
 from transformer_engine.pytorch.graph.backend.cuda import CudaGraphs
-from transformer_engine.pytorch.graph.recorded.weight_flag import WeightFlag
+from transformer_engine.pytorch.graph.recorded.quantization import WeightFlag
 
 from .cases import (
     Recording,
@@ -34,12 +34,12 @@ def logged():
 
 
 def test_a_stream_of_its_own_waits_and_is_waited_for():
-    """On the recorder: every edge, in order. The current stream's own log is that of the process, so it is looked at
-    from behind."""
+    """On the CPU backend: every wait, in order. The log of the current stream is that of the process, so the test reads
+    its end."""
     module = build(linear, "cpu")
     capture(module, "cpu")
     log, stream = logged()
-    main = module.forward.backend.current_stream()
+    main = module.forward.record.backend.current_stream()
     main.log.clear()
     y = module(tokens("cpu", grad=True), cuda_graph_stream=stream)
     assert list(log) == [("graph", "waits for", "main")]
@@ -51,10 +51,10 @@ def test_a_stream_of_its_own_waits_and_is_waited_for():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward alone", "backward too"])
 def test_an_event_is_waited_for_where_it_is_recorded(backward):
-    """A backward that does not record it again is waited for to its end."""
+    """If the backward does not record the event again, the current stream waits for its end."""
     module = Recording(build(linear, "cpu"), "cpu", backward=backward)
     capture(module, "cpu")
-    (_, stream), main = logged(), module.forward.backend.current_stream()
+    (_, stream), main = logged(), module.forward.record.backend.current_stream()
     main.log.clear()
     y = module(tokens("cpu", grad=True), cuda_graph_stream=stream, cuda_graph_event=module.event)
     assert list(main.log) == [("main", "waits for event", module.event)]
@@ -67,11 +67,11 @@ def test_weight_gradients_go_to_the_stream_of_their_forward():
     module = Recording(build(linear, "cpu", delay_wgrad_compute=True), "cpu")
     capture(module, "cpu")
     log, stream = logged()
-    main = module.forward.backend.current_stream()
+    main = module.forward.record.backend.current_stream()
     module(tokens("cpu", grad=True), cuda_graph_stream=stream, cuda_graph_event=module.event).sum().backward()
     main.log.clear()
     module.backward_dw()
-    assert len(log) == 3 and list(main.log) == [("main", "waits for", "graph")]  # nothing in it records the event
+    assert len(log) == 3 and list(main.log) == [("main", "waits for", "graph")]  # it does not record the event
 
 
 def test_an_event_needs_a_stream(device):
@@ -80,13 +80,13 @@ def test_an_event_needs_a_stream(device):
     with refused(ValueError, "Recording", "'cuda_graph_event'", "'cuda_graph_stream'"):
         module(tokens(device), cuda_graph_event=module.event)
     with refused(ValueError, "'cuda_graph_event'"):
-        own = module.forward.backend.current_stream()
+        own = module.forward.record.backend.current_stream()
         module(tokens(device), cuda_graph_event=module.event, cuda_graph_stream=own)
 
 
 @pytest.mark.parametrize("kind", ["never recorded", "recorded beside", "of the backward alone", "of another graph"])
 def test_an_event_that_the_forward_does_not_record(device, kind):
-    """A wait for it would be none, and results would be read before they are there."""
+    """A wait for it would return at once, and results would be read too early."""
     module, other = Recording(build(linear, device), device), event_on(device)
     if kind == "of the backward alone":
         module.event_behind = other
@@ -98,19 +98,22 @@ def test_an_event_that_the_forward_does_not_record(device, kind):
         capture(another, device)
         other = another.event
     x, stream = tokens(device, grad=True), stream_on(device)
-    static, turn = module.forward.forward_graph.inputs[0].detach().clone(), module.forward.calls.turn
+    static, turn = (
+        module.forward.record.forward_graph.inputs[0].detach().clone(),
+        module.forward.record.calls.forward_id,
+    )
     for call in (module, torch.no_grad()(module)):
         with refused(ValueError, "Recording", "'cuda_graph_event'", "does not record", "external=True", "whole graph"):
             call(x, cuda_graph_stream=stream, cuda_graph_event=other)
-    assert module.forward.calls.turn == turn
-    assert_same_bits(module.forward.forward_graph.inputs[0].detach(), static)
+    assert module.forward.record.calls.forward_id == turn
+    assert_same_bits(module.forward.record.forward_graph.inputs[0].detach(), static)
     module(x, cuda_graph_stream=stream, cuda_graph_event=module.event).sum().backward()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["in the order of the capture alone", "without a capture"])
 def test_an_event_that_is_not_for_the_outside(kind):
-    """One without external=True is part of what is captured, and says nothing to other streams."""
+    """An event without external=True is part of the capture, and other streams cannot wait for it."""
     event = torch.cuda.Event()
     module = Recording(build(linear, "cuda"), "cuda", backward=False)
     if kind == "in the order of the capture alone":
@@ -142,7 +145,7 @@ def test_events_of_a_forked_stream_are_found():
 
 @pytest.mark.gpu
 def test_a_backward_without_the_event_is_waited_for():
-    """Its gradient is read at once; the event of the forward is long over by then."""
+    """Its gradient is read at once; the event of the forward was recorded long before."""
     size = 2048
 
     class Slow(torch.nn.Module):
@@ -164,7 +167,7 @@ def test_a_backward_without_the_event_is_waited_for():
         own = x.clone().requires_grad_()
         torch.cuda.synchronize()
         graphed(own, **options).sum().backward()
-        found.append(own.grad.clone())  # on the current stream, which waits for nothing else
+        found.append(own.grad.clone())  # on the current stream, which has no other wait
         module.weight.grad = None
     assert_same_bits(*found)
 
@@ -195,8 +198,8 @@ def test_replay_on_a_stream_equals_eager():
 
 @pytest.mark.gpu
 def test_the_tail_behind_an_event_overlaps():
-    """A captured copy to pinned memory behind the event: the current stream goes on before it is done, and what it
-    brings is right."""
+    """A captured copy to pinned memory after the event: the current stream continues before it ends, and its values are
+    right."""
     size = 64 * 2**20
     event = torch.cuda.Event(external=True)
     host = torch.empty(size, dtype=torch.float32, pin_memory=True)
@@ -225,10 +228,10 @@ def test_the_tail_behind_an_event_overlaps():
 
 
 def test_the_flag_of_kept_weights_is_written_on_the_graphs_stream(monkeypatch):
-    """Behind what the tail of the last replay may still read."""
+    """After the reads at the end of the last replay."""
     module = build(linear, "cpu")
     capture(module, "cpu", enabled=True, recipe=Float8CurrentScaling(), cache_quantized_params=True)
-    backend, written = module.forward.backend, []
+    backend, written = module.forward.record.backend, []
     monkeypatch.setattr(WeightFlag, "set", lambda _, first, weights: written.append((backend.current_stream(), first)))
     _, stream = logged()
     x = tokens("cpu", grad=True)
@@ -238,7 +241,7 @@ def test_the_flag_of_kept_weights_is_written_on_the_graphs_stream(monkeypatch):
 
 
 def test_the_callers_event_where_the_forward_writes_to_an_argument():
-    """What it wrote is copied to the caller's tensor behind the whole graph."""
+    """The values that it wrote are copied to the caller's tensor after the whole graph."""
 
     event = RecordedEvent()
 
@@ -248,7 +251,7 @@ def test_the_callers_event_where_the_forward_writes_to_an_argument():
         return y
 
     graphed = te.make_graphed_callables(function, (tokens("cpu"),))
-    (_, stream), main = logged(), graphed.backend.current_stream()
+    (_, stream), main = logged(), graphed.record.backend.current_stream()
     main.log.clear()
     x = tokens("cpu")
     want = x + 1

@@ -20,7 +20,7 @@ OP = "make_graphed_callables"
     ids=["a number", "a row", "windows", "a batch of windows"],
 )
 def test_samples_that_share_memory_are_refused_at_once(device, where, shape, strides):
-    """A table of their elements would not fit into any memory."""
+    """A table of their elements would exceed any memory."""
     sample = torch.zeros(2**20, device=device).as_strided(shape, strides)
     positional = where == "sample_args"
     with refused(ValueError, OP, "sample argument", f"strides {list(strides)}", "contiguous"):
@@ -41,7 +41,7 @@ def test_overlapping_is_what_a_table_of_all_elements_says():
         t = memory.as_strided(shape, strides)
         places = t.flatten().tolist()
         want = len(set(places)) < len(places)
-        assert buffers.overlapping(t) is want, (shape, strides)
+        assert buffers.has_internal_overlap(t) is want, (shape, strides)
         found[want] += 1
     assert min(found.values()) > 200, found
 
@@ -65,7 +65,7 @@ def loss(x):  # its gradient is one number, expanded
 @pytest.mark.parametrize("function", [expanded, windows, expanded_beside, loss], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
 def test_results_and_gradients_that_share_memory(device, function, reuse):
-    """Each element of a result may get a gradient of its own."""
+    """Each element of a result may get a different gradient."""
 
     class Module(torch.nn.Module):
         def forward(self, x):

@@ -16,8 +16,8 @@ CHANGED = "modified by an inplace operation"
 
 
 def tensors_of(graph):
-    """All that its work may write to: static tensors, arguments, parameters, buffers, main_grads."""
-    work = graph.work.__self__
+    """All tensors that its function may write: static tensors, arguments, parameters, buffers, main_grads."""
+    work = graph.func.__self__
     held = [*work.inputs, *work.module.parameters(), *work.module.buffers()]
     held += [p.main_grad for p in work.module.parameters() if hasattr(p, "main_grad")]
     return tuple(t for t in (*graph.static, *held) if t is not None and not t.is_inference())
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("uncounted")
 
 
 class Module(torch.nn.Module):
-    """Counts its calls in a buffer, scales it in its backward, and moves a frozen parameter."""
+    """Counts its calls in a buffer, scales it in its backward, and changes a frozen parameter."""
 
     def __init__(self, device):
         super().__init__()
@@ -71,14 +71,14 @@ class Counted(torch.autograd.Function):
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_a_result_that_autograd_saved(device, grad):
-    """A second call writes over what an operation behind the first one keeps for its backward."""
+    """A second call overwrites what an operation after the first one saved for its backward."""
     module = build(linear, device)
     if not grad:
         module.requires_grad_(False)
     te.make_graphed_callables(module, (tokens(device, grad=grad),))
     weight = torch.randn(HIDDEN, HIDDEN, device=device, requires_grad=True)
     first = module(tokens(device, grad=grad)) @ weight
-    first.sum().backward()  # before the next call all is well
+    first.sum().backward()  # before the next call it works
     first, second = (module(tokens(device, grad=grad)) @ weight for _ in range(2))
     with pytest.raises(RuntimeError, match=CHANGED):
         (first.sum() + second.sum()).backward()
@@ -91,7 +91,7 @@ def test_each_replay_counts_what_it_writes_to(device):
     def versions():
         names = ("calls", "backwards", "still", "mean")
         found = {name: getattr(module, name)._version for name in names} | {"weight": module.inner.weight._version}
-        return found | {"result": graphed.forward_graph.outputs[0]._version}
+        return found | {"result": graphed.record.forward_graph.outputs[0]._version}
 
     def counted(before):
         return {name for name, version in versions().items() if version > before[name]}
@@ -183,7 +183,7 @@ def test_main_grad_and_static_gradients(device):
 def test_delayed_weight_gradients(device, clone):
     module = build(linear, device, delay_wgrad_compute=True)
     for p in module.parameters():
-        p.skip_backward_post_hook = not clone  # those with it are handed out without a copy
+        p.skip_backward_post_hook = not clone  # gradients of marked parameters are returned without a copy
     capture(module, device)
     kept = []
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_delayed_weight_gradients(device, clone):
 
 
 def test_a_static_input_between_a_call_and_its_backward(device):
-    """What is copied into it is counted by torch; a call with the static input itself writes nothing there."""
+    """torch counts the copy into it; a call with the static input itself does not write it."""
     sample, weight = tokens(device), torch.randn(HIDDEN, HIDDEN, device=device, requires_grad=True)
     graphed = te.make_graphed_callables(build(linear, device).requires_grad_(False), (sample,))
     y = sample @ weight
@@ -230,7 +230,7 @@ def test_results_of_inference_mode_are_not_counted(device):
 
 
 def test_parameters_and_buffers_that_the_backward_reads(device):
-    """Written to between a call and its backward: the graph would read what is there now."""
+    """Written between a call and its backward: the graph would read the new values."""
     module = Module(device)
     capture(module, device)
     for name in ("inner.weight", "still"):
@@ -241,5 +241,5 @@ def test_parameters_and_buffers_that_the_backward_reads(device):
             y.backward()
     y = module(tokens(device, grad=True)).sum()
     with torch.no_grad():
-        module.inner.bias.add_(1)  # nobody reads it
+        module.inner.bias.add_(1)  # no backward reads it
     y.backward()

@@ -35,7 +35,7 @@ def fused_twins(family, device, *, protocol=False, **options):
 
 
 def asked(module, x, names, way, **kwargs):
-    """What a backward for `names` leaves: gradients that it gave, .grad, main_grad and marks of weights."""
+    """The results of a backward for `names`: returned gradients, .grad, main_grad and marks of weights."""
     x = x.detach().clone().requires_grad_()
     leaves = {"x": x} | dict(module.named_parameters())
     y = module(x, **kwargs)
@@ -52,7 +52,7 @@ def asked(module, x, names, way, **kwargs):
 
 
 def no_dummies(found, module):
-    """Dummies have no values: that they are there is all."""
+    """Dummy gradients have undefined values: only their presence is compared."""
     shapes = {key for key, p in module.named_parameters() if p.dim() == 2}
     for key in list(found):
         if key.removesuffix(".grad") in shapes and found[key] is not None:
@@ -61,7 +61,7 @@ def no_dummies(found, module):
 
 
 def assert_same_wanted(got, want, device, what):
-    """Bit for bit, but biases on a GPU: alone, eager sums them in another order than beside their weight's product."""
+    """Bit for bit, except biases on a GPU: eager sums a bias alone in another order than with its weight's GEMM."""
     for key in [key for key in want if device == "cuda" and key.removesuffix(".grad").endswith("bias")]:
         a, b = got.pop(key), want.pop(key)
         assert (a is None) == (b is None), f"{what} {key}: {a}, wanted {b}"
@@ -78,7 +78,7 @@ def subsets(module):
     names = [key for key, _ in module.named_parameters()]
     weights = [key for key, p in module.named_parameters() if p.dim() == 2]
     others = [name for name in names if name not in weights]
-    if "a_bias" in names:  # alone, eager sums both biases at once, in another order than beside the weights
+    if "a_bias" in names:  # eager sums both biases at once, in another order than with the weights
         others.append("a_weight")
     return [["x"], weights[-1:], ["x", *weights[-1:]], others, weights[:1], ["x", *names]]
 
@@ -113,7 +113,7 @@ def test_main_grad(device, family, protocol, way):
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_delayed_weight_gradients(device, family, fuse):
-    """Those that a backward was not asked for are not left: backward_dw() has nothing to do, and says so."""
+    """Gradients that a backward does not compute are not delayed: backward_dw() has nothing to do, and raises."""
     build_twins = fused_twins if fuse else twins
     module, eager = build_twins(family, device, delay_wgrad_compute=True)
     capture(module, device)
@@ -129,12 +129,12 @@ def test_delayed_weight_gradients(device, family, fuse):
                 m.backward_dw()
             left[-1] |= left_by(m)
         assert_same_step(*left, f"{names}")
-    module(tokens(device, grad=True))  # nothing waits
+    module(tokens(device, grad=True))  # nothing is pending
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_delayed_weight_gradients_of_some_parameters(device, fuse):
-    """Of a weight in several parameters, those that were asked for."""
+    """Of a weight in several parameters, only those passed as inputs."""
     build_twins = fused_twins if fuse else twins
     module, eager = build_twins(split_linear, device, delay_wgrad_compute=True)
     capture(module, device)
@@ -167,7 +167,7 @@ def test_a_delayed_bias_without_its_weight_is_refused(device):
 
 
 def test_another_main_grad_leaves_all_of_them(device):
-    """Though the first one was to be replaced by the call's gradient."""
+    """Even if the gradient of the call should have replaced the first one."""
     module, _ = fused_twins(mlp, device)
     capture(module, device)
     kept, module.fc2_weight.main_grad = module.fc2_weight.main_grad, torch.zeros_like(module.fc2_weight)
@@ -178,7 +178,7 @@ def test_another_main_grad_leaves_all_of_them(device):
 
 
 def test_a_gradient_of_the_input_in_a_pipeline(device):
-    """As an adversarial step, or a penalty, takes it between the passes of a step."""
+    """Like an adversarial step, or a penalty, between forward and backward of a step."""
     module, eager = fused_twins(mlp, device)
     sample = tuple((tokens(device, grad=True),) for _ in range(2))
     graphed = te.make_graphed_callables((module,), sample, _order=[1, 1, -1, -1])
@@ -198,7 +198,7 @@ def test_a_gradient_of_the_input_in_a_pipeline(device):
 def test_on_a_stream_of_its_own_what_was_added_is_taken_back_behind_the_whole_graph():
     module = Recording(fused_twins(linear, "cpu")[0], "cpu")
     capture(module, "cpu")
-    stream, main = RecordedStream("graph"), module.forward.backend.current_stream()
+    stream, main = RecordedStream("graph"), module.forward.record.backend.current_stream()
     x, before = tokens("cpu", grad=True), module.inner.weight.main_grad.clone()
     y = module(x, cuda_graph_stream=stream, cuda_graph_event=module.event)
     main.log.clear()

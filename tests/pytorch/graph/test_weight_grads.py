@@ -59,7 +59,7 @@ def test_delayed_modules_inside_of_a_captured_one(device):
 
 @pytest.mark.parametrize("family", [linear, mlp], ids=lambda f: f.__name__)
 def test_a_static_gradient_of_the_same_graph_twice(device, family):
-    """The second replay of a backward writes where .grad still is: what was there is added to, not lost."""
+    """The second replay of a backward writes where .grad still lies: its values are accumulated, not lost."""
     module, eager = twins(family, device)
     capture(module, device, clone_param_grads_on_return=False, retain_graph_in_backward=True)
     for seed in range(2):
@@ -94,7 +94,7 @@ def test_delayed_weight_gradients_out_of_turn(device):
 
 
 def test_eager_gradients_that_wait_are_left_alone(device):
-    """Of the module, before the capture and beside it."""
+    """Delayed gradients of the module, from before the capture and from eager calls."""
     module, eager = twins(linear, device, delay_wgrad_compute=True)
     x = tokens(device)
     for m in (module, eager):
@@ -178,7 +178,7 @@ def test_static_gradients_on_demand(device):
         for m in (module, eager):
             m.zero_grad()
         assert_same_step(step(module, x, seed), step(eager, x, seed))
-    aliases = {t.data_ptr() for t in module.forward.backward_graph.grad_parameters}
+    aliases = {t.data_ptr() for t in module.forward.record.backward_graph.grad_parameters}
     assert all(p.grad.data_ptr() in aliases for p in module.parameters())
 
 
@@ -186,7 +186,7 @@ def test_static_gradients_on_demand(device):
 
 
 def marked_twins(family, device, *, delay):
-    """The owner of a marked parameter takes its gradient himself; where it is delayed it has the mark already."""
+    """The owner of a marked parameter reads its gradient directly; a delayed one is marked already."""
     modules = twins(family, device, delay_wgrad_compute=delay)
     for p in modules[0].parameters():
         p.skip_backward_post_hook = getattr(p, "skip_backward_post_hook", not delay)
@@ -217,7 +217,7 @@ def backward_in_order(calls, module, entries, inputs):
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
 @pytest.mark.parametrize("family", [linear, split_linear, mlp], ids=lambda f: f.__name__)
 def test_marked_parameters_get_their_gradients_without_a_copy(device, family, delay, order, reuse):
-    """At one address each time, and right: over microbatches, and where steps accumulate."""
+    """At the same address each time, and right: over microbatches, and with accumulation over steps."""
     entries = [part for entry in order for part in ((-1, -1.5) if delay and entry < 0 else (entry,))]
     module, eager = marked_twins(family, device, delay=delay)
     samples = tuple((tokens(device, grad=True),) for _ in range(2))
@@ -230,7 +230,7 @@ def test_marked_parameters_get_their_gradients_without_a_copy(device, family, de
         for m, calls in ((module, graphed), (eager, [eager] * 2)):
             found.append(backward_in_order(calls, m, entries, list(inputs)) | left_by(m))
         assert_same_step(*found, f"step {seed}")
-        if seed < 2 or seed == 4:  # the third adds to what the second left, and the fourth to that
+        if seed < 2 or seed == 4:  # the third adds to the result of the second, and the fourth to that
             for name, p in module.named_parameters():
                 if seed < 2:
                     addresses[name].add(p.grad.data_ptr())
@@ -240,8 +240,8 @@ def test_marked_parameters_get_their_gradients_without_a_copy(device, family, de
 
 
 def test_a_gradient_without_a_copy_is_nobody_elses(device):
-    """Two parameters with one gradient, which is the incoming one too (in a graph: one memory): what is added to one of
-    them is added to none of the others."""
+    """Two parameters with one gradient, which is also the incoming one (in a graph: the same memory): an addition to
+    one does not change the others."""
 
     class Sum(torch.nn.Module):
         def __init__(self):

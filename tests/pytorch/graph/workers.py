@@ -1,5 +1,5 @@
-# What the suite of captured callables runs on each of several ranks (ranks.py starts them), beside eager twins. No test
-# here.
+# The functions that the tests of captured callables run on each of several ranks (ranks.py starts them), beside eager
+# twins. No test is here.
 import copy
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ HIDDEN, RECIPE, BF16 = 32, DelayedScaling(amax_history_len=2), torch.bfloat16
 
 
 class Backwards(torch.nn.Module):
-    """Its modules run in another order than that of their registration; the last is as wide as the first two."""
+    """Its modules run in another order than they are registered in; the last is as wide as the first two."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Backwards(torch.nn.Module):
 
 
 class Within(torch.nn.Module):
-    """An autocast of its own, with a group."""
+    """Contains an autocast with a group."""
 
     def __init__(self, group):
         super().__init__()
@@ -70,7 +70,7 @@ def plainly(call, x):
 
 
 def groups_of_autocast(rank):
-    """name -> (scales of captured, scales of eager), behind each of three steps."""
+    """name -> (scales of captured, scales of eager), after each of three steps."""
     groups = {"default": None, "world": dist.group.WORLD, "own": [dist.new_group([r]) for r in range(2)][rank]}
     found = {}
     for captured in groups:
@@ -93,8 +93,8 @@ def groups_of_autocast(rank):
 
 
 def groups_inside(rank):
-    """An autocast inside of what is captured keeps its group, whatever is around; in one region each module has the
-    group of its first call."""
+    """An autocast inside of a captured callable keeps its group, whatever surrounds it; in one region each module has
+    the group of its first call."""
     own = [dist.new_group([r]) for r in range(2)][rank]
     found = {}
     for inner, outer in ((own, None), (None, own)):
@@ -126,7 +126,7 @@ def groups_inside(rank):
 
 
 def captured_on_one_rank(rank):
-    """Both ranks reduce at the same places, in the same order, though one of them replays."""
+    """Both ranks reduce at the same places in the same order, although one of them replays."""
     module = Backwards()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def captured_on_one_rank(rank):
 
 
 def uneven_calls(rank):
-    """One rank replays more often, over a group of its own: nobody waits for the other."""
+    """One rank replays more often, over a separate group: no rank waits for the other."""
     own = [dist.new_group([r]) for r in range(2)][rank]
     module = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device=here())
     te.make_graphed_callables(module, *samples(), enabled=True, recipe=RECIPE)
@@ -156,8 +156,8 @@ def uneven_calls(rank):
 
 
 def generated_programs(rank, seeds):
-    """seed -> what is wrong there. Amaxes are reduced over the world or over a group of one, of the autocast around,
-    which the capture knows of or not."""
+    """seed -> the errors of that program. Amaxes are reduced over the world or over a group of one, that of the
+    autocast around, which the capture may get too."""
     groups = [dist.group.WORLD, [dist.new_group([r]) for r in range(2)][rank]]
     found = {}
     for seed in seeds:

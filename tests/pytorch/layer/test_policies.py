@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.quantization.recipes.products import plan_of
-from transformer_engine.pytorch.saved.rows import live_rows
+from transformer_engine.pytorch.saved.marks import live_rows
 
 from .policies import policy
 

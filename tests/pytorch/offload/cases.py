@@ -1,5 +1,5 @@
-# What the offload suites share: small stacks of layers, one training step with and without a context, the setting that
-# lets small tensors leave, and the most device memory that a run takes.
+# Shared by the tests of offload: small stacks of layers, a training step with and without a context, a threshold that
+# offloads small tensors, and the peak device memory of a run.
 import pytest
 import torch
 
@@ -8,7 +8,7 @@ from transformer_engine.pytorch.cpu_offload import layer as offload_layer
 
 @pytest.fixture
 def small(monkeypatch):
-    """Tensors of 64 elements and more leave."""
+    """Tensors of 64 elements and more are offloaded."""
     monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 64)
 
 
@@ -39,17 +39,17 @@ def step(layers, inputs, context=None, sync=None, twice=False):
 
 
 def states(synchronizer):
-    """The states of the newest step's layers."""
+    """The states of the layers of the newest step."""
     return [layer.state for layer in list(synchronizer.steps())[-1].layers]
 
 
 def peak_bytes(run, device):
-    """The most that is alive at once while run() runs, above what is alive at its start: bytes as asked for, since a
-    cached block may be given whole for up to 1 MiB less. On a CPU torch's profiler tells of each allocation; host
-    memory that tensors left for is not torch's."""
+    """The peak of allocated bytes while run() runs, above those at its start: requested bytes, since a cached block may
+    be up to 1 MiB larger. On a CPU torch's profiler reports each allocation; the host memory of offloaded tensors is
+    not allocated by torch."""
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what another stream had still to read counts as alive until the allocator looks
+        torch.cuda.empty_cache()  # checks for memory that other streams have released
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run()

@@ -1,4 +1,4 @@
-# What the suites of offload inside of captures share. No test is here.
+# Shared by the tests of offload inside of captures. No test is here.
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te

@@ -1,6 +1,6 @@
-# Layers of the generated offload programs: modules of ours and of torch's, and one that keeps chosen tensors (views,
-# memory that is saved twice, quantized ones, marked ones), says how many bytes of them may leave, and looks at them in
-# the backward.
+# Layers of the generated offload programs: modules of this library and of torch, and one that saves chosen tensors
+# (views, memory that is saved twice, quantized and marked tensors), counts the bytes that may be offloaded, and checks
+# the tensors in the backward.
 import dataclasses
 
 import torch
@@ -37,7 +37,7 @@ CHECKPOINTS = {
 
 @dataclasses.dataclass
 class Spec:
-    """One layer: its kind, the checkpoint inside of it, what it keeps ((name, mark) for kind "keeps")."""
+    """One layer: its kind, the checkpoint inside of it, the tensors that it saves ((name, mark) for kind "keeps")."""
 
     kind: str
     inside: str | None = None
@@ -58,21 +58,21 @@ def set_mark(t, how):
 
 
 def parts_of(t):
-    """The plain tensors of a tensor that is quantized, or itself; the caller's stays whole."""
+    """The plain tensors of a quantized tensor, or the tensor itself; the argument is unchanged."""
     if not hasattr(t, "prepare_for_saving"):
         return [t]
     return [part for part in te.prepare_for_saving(t.detach())[0] if part is not None]
 
 
 def signature(t):
-    """A number that depends on each element and its place."""
+    """A number that depends on each element and its position."""
     t = t.dequantize() if hasattr(t, "dequantize") and hasattr(t, "prepare_for_saving") else t
     t = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).float().reshape(-1)
     return (torch.tanh(t) * torch.linspace(0.5, 1.5, t.numel(), device=t.device)).mean()
 
 
 class Keeps(torch.autograd.Function):
-    """x times a number that is made of all that it keeps; what is marked has to be where it was."""
+    """x times a number computed from all tensors that it saves; marked ones must not have moved."""
 
     @staticmethod
     def forward(ctx, x, where, *kept):
@@ -92,8 +92,8 @@ class Layer(torch.nn.Module):
     def __init__(self, spec, device, recomputed=False):
         super().__init__()
         self.spec, self.device = spec, device
-        self.recomputed = recomputed or spec.inside is not None  # what it keeps is recomputed in the backward
-        self.expected_bytes = None  # that may leave of what was kept last; None: unknown
+        self.recomputed = recomputed or spec.inside is not None  # its saved tensors are recomputed in the backward
+        self.expected_bytes = None  # bytes saved last that may be offloaded; None: unknown
         options = {"device": device}
         if spec.kind == "mlp":
             self.inner = te.LayerNormMLP(WIDTH, 2 * WIDTH, activation="swiglu", **options)
@@ -104,7 +104,7 @@ class Layer(torch.nn.Module):
         self.requires_grad_(not spec.frozen)
 
     def forward(self, x):
-        """The first piece."""
+        """The first part."""
         self.expected_bytes = None
         set_mark(x, self.spec.mark)
         if self.spec.ready:
@@ -112,7 +112,7 @@ class Layer(torch.nn.Module):
         return self.body(x) if self.spec.inside is None else CHECKPOINTS[self.spec.inside](self.body, x)
 
     def second(self, x):
-        """The second piece, where the layer has two."""
+        """The second part, if the layer has two."""
         return torch.sin(x) * 2
 
     def body(self, x):
@@ -161,7 +161,7 @@ class Layer(torch.nn.Module):
         return Keeps.apply(x, where, *kept)
 
     def bytes_that_may_leave(self, kept):
-        """Of each storage once, where a part is large enough and nothing that lies in it is marked."""
+        """Counts each storage once, if a tensor in it is large enough and none is marked."""
         found = {}
         for t in kept:
             parts = parts_of(t)

@@ -1,5 +1,5 @@
-# Runs programs under offload: with a context or without, notes what they compute, and looks at the context's state
-# against the schedule as docs/guide/offload.md says it. programs.py draws them. No test here.
+# Runs programs with an offload context or without, records their results, and compares the state of the context with
+# the schedule in docs/guide/offload.md. programs.py draws them. No test is here.
 import contextlib
 import gc
 import weakref
@@ -13,7 +13,7 @@ from .programs import CALLS, RECIPES, Refused
 
 
 class Run:
-    """One program, with a context (offload) or without; cloned: what is written in place is computed anew instead."""
+    """One program, with a context (offload) or without. cloned: in-place writes are replaced by new tensors."""
 
     def __init__(self, program, device, offload, cloned=False):
         self.program, self.device, self.cloned = program, device, cloned
@@ -50,7 +50,7 @@ class Run:
         return self
 
     def seed(self, seed):
-        """torch.manual_seed() notes a stack for each device that is not there."""
+        """torch.manual_seed() stores a stack trace for each missing device."""
         torch.default_generator.manual_seed(seed)
         if self.device == "cuda":
             torch.cuda.manual_seed(seed)
@@ -131,7 +131,7 @@ class Run:
         if not keeps:
             one.clear()
             del self.alive[microbatch]
-        # Where no context saw the exception, and the graph does not end with it, the program says that it is over.
+        # If no context saw the exception and the graph is still alive, the program ends the step explicitly.
         if self.synchronizer is not None and where != "inside" and (keeps or forgets or not has_graph):
             self.synchronizer.forget_step()
 
@@ -149,7 +149,7 @@ class Run:
             self.synchronizer.forget_step()
 
     def aside(self):
-        """A layer whose result nobody goes back from, and a loss of it that somebody does when others have run."""
+        """A layer whose result has no backward at first, and a loss on it whose backward runs after other layers."""
         one = self.begin()
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe), self.context:
             y = self.layers[self.program.numbered[0]](one["y"])
@@ -237,13 +237,12 @@ class Run:
             assert len(now) <= len(steps), f"a backward has begun a step: {steps} became {now}"
 
     def settle(self):
-        """Behind a backward that failed. On CUDA a thread of autograd's own may hold what was raised a little longer
-        than this one, and with it the frames that it went through, so the graph: it has let go of that when it runs
-        something else."""
+        """After a backward that failed. On CUDA a thread of autograd may hold the exception, its frames and so the
+        graph a little longer than this one; it releases them when it runs another task."""
         if self.device == "cuda":
             torch.ones((), device="cuda", requires_grad=True).backward()
 
-    # ---- what the context says ----
+    # ---- the state of the context ----
 
     def states(self):
         if self.synchronizer is None:
@@ -251,7 +250,7 @@ class Run:
         return [[layer.state for layer in step.layers] for step in self.synchronizer.steps()]
 
     def look(self, one):
-        """In a layer: its number, and where the others are by the default schedule."""
+        """In a layer: its number, and the states of the others under the default schedule."""
         number, n, k = one["number"], self.count, self.program.k
         assert int(self.synchronizer.number) == number, "a layer has another one's number"
         if self.manual is not None:
@@ -266,7 +265,7 @@ class Run:
             assert state.state == "offload_started" and state.bytes == layer.expected_bytes, "bytes that left"
 
     def look_at_reloads(self, one, at):
-        """Behind a backward down to layer `at`: what came back ahead of it is there."""
+        """After a backward down to layer `at`: layers that were reloaded ahead of it are on the device."""
         program = self.program
         if self.synchronizer is None or self.manual is not None or program.around or not program.input_gradient:
             return
@@ -277,7 +276,7 @@ class Run:
             assert layers[i].state == ("reload_started" if ahead else left), (at, i)
 
     def call(self, name, number):
-        """A manual call: one layer, the one that the documentation says, comes from one state to the next."""
+        """A manual call: the documented layer, and no other, changes from one state to the next."""
         if self.manual is None:
             return
         steps, (wanted, becomes) = list(self.synchronizer.steps()), CALLS[name]
@@ -288,7 +287,7 @@ class Run:
         if works and not layers:
             refuses = True
         elif works and name == "start_offload_layer":
-            found = layers[-1] if before[-1] == wanted and number <= steps[-1].reached else None
+            found = layers[-1] if before[-1] == wanted and number <= steps[-1].layer_index else None
             refuses = found is None
         elif works:
             there = [layer for layer in layers if layer.state == wanted]
@@ -306,7 +305,7 @@ class Run:
             assert layer.state == (becomes if layer is found else state), (name, number, before)
 
     def close(self):
-        """Nothing is left, on the host or of a step, when nobody holds a graph."""
+        """No host memory and no step is left without a graph."""
         self.alive.clear()
         self.lost.clear()
         self.losses.clear()
@@ -314,7 +313,7 @@ class Run:
             return
         self.synchronizer.forget_step()
         if self.failed and (self.states() or self.synchronizer.pinned_usage()["slots"]):
-            gc.collect()  # tracebacks hold each other
+            gc.collect()  # tracebacks refer to each other
         usage, left = self.synchronizer.pinned_usage(), self.states()
         assert not left, f"a step is left: {left}, {usage}"
         assert self.program.retain or (usage["slots"], usage["used"]) == (0, 0), usage

@@ -1,4 +1,4 @@
-# Generated programs under offload: `make` draws one from a seed as plain data; program_runs.py runs it. No test
+# Generated programs under offload: `make` draws one from a seed as plain data; program_runs.py runs it. No test is
 # here.
 import dataclasses
 import random
@@ -14,7 +14,7 @@ RECIPES = {
     "current": recipes.Float8CurrentScaling,
     "block": recipes.Float8BlockScaling,
 }
-CALLS = {  # manual calls: what the layer is in, and what it comes to
+CALLS = {  # manual calls: the state of the layer before and after
     "start_offload_layer": ("not_offloaded", "offload_started"),
     "release_activation_forward_gpu_memory": ("offload_started", "offload_finished"),
     "start_reload_layer": ("offload_finished", "reload_started"),
@@ -22,7 +22,7 @@ CALLS = {  # manual calls: what the layer is in, and what it comes to
 
 
 class Refused(Exception):
-    """A backward that names a tensor which was written to."""
+    """A backward whose error names a tensor that was overwritten."""
 
 
 @dataclasses.dataclass
@@ -34,13 +34,13 @@ class Program:
     retain: bool
     debug: bool
     recipe: str | None
-    around: tuple | None  # (first layer, behind the last one, checkpoint)
+    around: tuple | None  # (first layer, one after the last, checkpoint)
     input_gradient: bool
     steps: list
 
     @property
     def numbered(self):
-        """The layers that are counted: those outside of a checkpoint."""
+        """The layers that the context counts: those outside of a checkpoint."""
         inside = range(*self.around[:2]) if self.around else ()
         return [i for i in range(len(self.layers)) if i not in inside]
 
@@ -85,7 +85,7 @@ def make(seed):
         chance(0.85),
         [],
     )
-    if program.recipe:  # torch's checkpoints do not know of te.autocast
+    if program.recipe:  # torch's checkpoints do not restore te.autocast
         for one in layers:
             one.inside = one.inside and one.inside.replace("torch", "te")
         program.around = around and (*around[:2], around[2].replace("torch", "te"))
@@ -95,7 +95,7 @@ def make(seed):
 
 
 def _step(program, draw):
-    """Actions: forwards in pieces, one at a time, and backwards, evaluations and manual calls in between."""
+    """Actions: forwards in parts, one at a time, and backwards, evaluations and manual calls in between."""
     n, actions, waiting = len(program.layers), [], []
     reentrant = any(spec.inside and "reentrant" in spec.inside for spec in program.layers)
     reentrant |= program.around is not None and "reentrant" in program.around[2]
@@ -104,7 +104,7 @@ def _step(program, draw):
         return draw.random() < p
 
     def calls(tidy):
-        """{layer: manual calls behind it}"""
+        """{layer: manual calls after it}"""
         numbers = range(len(program.numbered))
         if not program.manual:
             return {}

@@ -1,5 +1,5 @@
-# What the suites of quantized tensors under offload share: a quantizer of every format, and a tensor's parts. No test
-# is here.
+# Shared by the tests of quantized tensors under offload: a quantizer of every format, and the parts of a tensor. No
+# test is here.
 import torch
 
 import transformer_engine.pytorch as te

@@ -93,7 +93,7 @@ def test_inside_of_a_context(device):
     assert context.inside_context is False
     idle, _ = te.get_cpu_offload_context(False)
     with idle:
-        assert idle.inside_context is False  # nothing leaves in there
+        assert idle.inside_context is False  # nothing is offloaded there
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -126,7 +126,7 @@ def test_a_decorator(enabled, device):
 
 
 def test_weights_are_not_offloaded(device):
-    """Asked for, they are said to stay, and everything else is as without."""
+    """The argument raises a warning that they stay, and has no other effect."""
     layers, x = stack(device), randn(8, 16, device=device)
     expected = step(layers, [x])
     with pytest.warns(UserWarning, match="'offload_weights' is True, which has no effect") as caught:
@@ -171,7 +171,7 @@ def test_the_older_module_has_every_name():
 
 
 def test_there_is_one_path(monkeypatch, device):
-    """Whoever asks for the other one is told, once; marks hold."""
+    """The variable that selects the other implementation raises one warning; marks still hold."""
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     offload_context._warn_of_the_other_path.cache_clear()
     with pytest.warns(UserWarning, match=r"NVTE_CPU_OFFLOAD_V1=1 .* one alone.*mark_not_offload\(\)") as caught:

@@ -47,11 +47,11 @@ def test_zeros_and_ones_of_a_command_line(device):
 @pytest.mark.parametrize("name", ["num_layers", "model_layers"])
 def test_what_is_no_number_of_layers(name, value, manual):
     if (name, value, manual) == ("num_layers", -1, True):
-        return  # there it says nothing
+        return  # no warning there
     options = {"num_layers": 1, "model_layers": 2, "manual_synchronization": manual, name: value}
     with refused(ValueError, "get_cpu_offload_context", repr(name), repr(value)):
         te.get_cpu_offload_context(True, **options)
-    te.get_cpu_offload_context(False, **options)  # nothing is counted there
+    te.get_cpu_offload_context(False, **options)  # no layer is counted there
 
 
 @pytest.mark.parametrize("stream", [5, "x", torch.device("cpu")], ids=str)
@@ -84,7 +84,7 @@ def test_synchronizers_by_hand():
             call()
     synchronizer.end_layer()  # nothing is open: nothing to end
     synchronizer.finish_part_of_bwd()
-    saved = []  # a layer that nothing leaves of has nothing to bring back
+    saved = []  # a layer without offloaded tensors has nothing to reload
     for _ in range(3):
         manual.fwd_step()
         saved.append(manual.push_tensor(torch.zeros(2**18)))
@@ -114,7 +114,7 @@ def test_pinned_memory_of_no_device_and_of_no_machine():
         synchronizer.reserve_pinned(16, "meta")
     with pytest.raises(RuntimeError, match=f"pinned memory exhausted: {1 << 60} bytes"):
         synchronizer.reserve_pinned(1 << 60, "cpu")
-    synchronizer.reserve_pinned(1 << 20, "cpu")  # and a size that is there is still given
+    synchronizer.reserve_pinned(1 << 20, "cpu")  # and a size that exists is still returned
     assert synchronizer.pinned_usage()["reserved"] >= 1 << 20
 
 
@@ -133,7 +133,7 @@ def test_a_tensor_of_another_layer(device):
     saved = other.push_tensor(t)
     for state in ("not_offloaded", "offload_started", "offload_finished", "reload_started"):
         assert other.state == state
-        with refused(RuntimeError, "pop_tensor", "another layer's"):
+        with refused(RuntimeError, "pop_tensor", "pushed on another layer"):
             mine.pop_tensor(saved)
         steps = (other.start_offload, other.release_activation_forward_gpu_memory, other.start_reload, lambda: None)
         steps[("not_offloaded", "offload_started", "offload_finished", "reload_started").index(state)]()
@@ -146,7 +146,7 @@ def test_a_tensor_of_another_layer(device):
 
 
 def test_an_exception_between_the_context_and_its_end(device):
-    """The layer was complete and sync_fn never ran: what comes next is the first layer of a new step."""
+    """The layer was complete but sync_fn never ran: the next layer is the first one of a new step."""
     layers = [te.LayerNormMLP(16, 32, device=device) for _ in range(4)]
     x = randn(8, 16, device=device)
     expected = step(layers, [x])
@@ -179,7 +179,7 @@ def test_an_exception_between_the_context_and_its_end(device):
 
 
 class Model(torch.nn.Module):
-    """It holds its context, its sync function and its synchronizer, as models do."""
+    """The copied object holds its context, its sync function and its synchronizer, as models do."""
 
     def __init__(self, device):
         super().__init__()
@@ -195,7 +195,7 @@ class Model(torch.nn.Module):
 
 
 def test_a_copied_model_shares_its_context(device):
-    """Copied before a step and after one, when there are engines that nothing could copy."""
+    """Copied before a step and after one, when it has engines, which cannot be copied."""
     model, x = Model(device), randn(8, 16, device=device)
     expected = step([model], [x])
     twin = copy.deepcopy(model)
@@ -206,7 +206,7 @@ def test_a_copied_model_shares_its_context(device):
 
 
 def test_more_layers_than_were_told(device):
-    """A model longer than model_layers: a step of offload ends where it was told, and another one begins."""
+    """A model longer than model_layers: a step of offload ends after model_layers, and another one begins."""
     layers, x = [te.LayerNormMLP(16, 32, device=device) for _ in range(5)], randn(8, 16, device=device)
     expected = step(layers, [x])
     context, sync = te.get_cpu_offload_context(True, 1, 2)
@@ -216,7 +216,7 @@ def test_more_layers_than_were_told(device):
 
 @pytest.mark.parametrize("how", ["never", "twice", "of integers"])
 def test_a_sync_function_that_is_called_otherwise(how, device):
-    """The bits are right whatever becomes of the schedule."""
+    """The bits are right under any schedule."""
     layers, x = [te.LayerNormMLP(16, 32, device=device) for _ in range(3)], randn(8, 16, device=device)
     expected = step(layers, [x])
     context, sync = te.get_cpu_offload_context(True, 2, 3)

@@ -14,7 +14,7 @@ COPY = 2  # te_offload_step_kind
 
 
 def run(debug, device):
-    """(the context, what lies in the first copy's host memory behind the step, what left)"""
+    """(the context, the host memory of the first copy after the step, the offloaded tensor)"""
     layers = [torch.nn.Linear(16, 16, device=device) for _ in range(2)]
     context, sync = te.get_cpu_offload_context(True, 1, 2)
     context.offload_synchronizer.engines.options["trace"] = True
@@ -26,7 +26,7 @@ def run(debug, device):
     ((_, engine),) = context.offload_synchronizer.engines
     to, size = next((row[5], row[6]) for row in engine.trace() if row[0] == COPY)
     assert context.offload_synchronizer.pinned_usage()["slots"] == 0 and size == x.nbytes
-    host = (ctypes.c_ubyte * size).from_address(to)  # the arena has it still
+    host = (ctypes.c_ubyte * size).from_address(to)  # the arena still holds it
     return context, torch.frombuffer(host, dtype=torch.uint8).clone(), x
 
 
@@ -51,7 +51,7 @@ def test_it_is_set_before_the_first_step(device):
 
 @pytest.mark.gpu
 def test_a_replay_of_memory_that_was_said_to_be_free():
-    """Its gradients are NaN: what it reads is seen to be nobody's."""
+    """Its gradients are NaN, which shows that it reads released memory."""
     x = randn(16, 16, device="cuda")
     layers = [torch.nn.Sequential(torch.nn.Linear(16, 16, device="cuda"), torch.nn.Tanh()) for _ in range(2)]
     context, sync = te.get_cpu_offload_context(True, 1, 2)

@@ -129,7 +129,8 @@ def test_delayed_weight_gradients(recipe, device):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_are_kept_stay(recipe, device):
-    """Quantized weights of the first microbatch serve the later ones: they are the module's, and none of them moves."""
+    """Later microbatches use the quantized weights of the first one; the module owns them, and they are not
+    offloaded."""
     options = ({"is_first_microbatch": True}, {"is_first_microbatch": False}, {"is_first_microbatch": False})
     expected = train(build("LayerNormMLP", device), inputs(device), recipe, options)
     context, sync = te.get_cpu_offload_context(True, K, LAYERS)
@@ -138,7 +139,7 @@ def test_weights_that_are_kept_stay(recipe, device):
     kept = context.offload_synchronizer.get_offloaded_total_size_mb()
     train(layers, inputs(device), recipe)
     moved = context.offload_synchronizer.get_offloaded_total_size_mb()
-    assert kept == moved if "high_precision" in recipe else kept < moved  # where no FP8 copy is kept for a backward
+    assert kept == moved if "high_precision" in recipe else kept < moved  # if no FP8 copy is saved for a backward
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -147,7 +148,7 @@ def test_captured_layers(recipe, device):
     expected = train(build("LayerNormMLP", device), inputs(device), recipe)
     context, sync = te.get_cpu_offload_context(True, K, LAYERS)
     warm = [Offloaded(layer, context, sync) for layer in build("LayerNormMLP", device)]
-    train(warm, inputs(device, 1), recipe)  # makes the pinned memory
+    train(warm, inputs(device, 1), recipe)  # allocates the pinned memory
     layers = [Offloaded(layer, context, sync) for layer in build("LayerNormMLP", device)]
     samples = tuple((torch.randn_like(inputs(device, 1)[0]).requires_grad_(),) for _ in layers)
     te.make_graphed_callables(
@@ -162,7 +163,7 @@ def test_captured_layers(recipe, device):
 
 
 def test_quantized_parameters_stay(device):
-    """quantized_model_init: their data is a parameter's, and as much leaves as with weights that the module keeps."""
+    """quantized_model_init: their data belongs to parameters; as many bytes are offloaded as with cached weights."""
 
     def moved(layers, **options):
         context, sync = te.get_cpu_offload_context(True, K, LAYERS)

@@ -25,7 +25,7 @@ def test_a_program(generated_seed, device):
         refuses = False
         try:
             expected = Run(program, device, offload=False).execute()
-        except Refused:  # what is written to was saved; offload may have a copy of it, and compute as if it were cloned
+        except Refused:  # the overwritten tensor was saved; with offload it may have been copied
             refuses, expected = True, Run(program, device, offload=False, cloned=True).execute()
         ours, refused = Run(program, device, offload=True), False
         try:

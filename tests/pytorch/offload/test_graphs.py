@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 class Offloaded(torch.nn.Module):
-    """A layer with its context inside, as what is captured must have it."""
+    """A layer with its context inside, as captures require."""
 
     def __init__(self, layer, context, sync):
         super().__init__()
@@ -32,7 +32,7 @@ class Offloaded(torch.nn.Module):
 
 
 def captured(layers, x, context, sync, **options):
-    """Each layer captured by itself, after an eager step that makes the pinned memory."""
+    """Each layer captured separately, after an eager step that allocates the pinned memory."""
     wrapped = [Offloaded(layer, context, sync) for layer in layers]
     step(layers, [x], context, sync)
     samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in wrapped)
@@ -56,7 +56,7 @@ def test_captured_layers_give_the_same_bits(k, device):
 
 
 def test_what_a_capture_forks_is_joined(monkeypatch):
-    """Layer 0 leaves beside layer 1, and is released three layers on: the end of layer 1 joins its copy."""
+    """The offload of layer 0 overlaps layer 1, whose end joins its copy; the release is three layers later."""
     joined = []
     monkeypatch.setattr(schedule, "stream_captures", lambda: True)
     join = OffloadableLayerState.join
@@ -72,8 +72,8 @@ def test_what_a_capture_forks_is_joined(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_capture_ends_behind_the_copies_that_it_forked():
-    """Two of four layers alone: nothing behind them releases layer 0, whose copy runs beside layer 1. A capture does
-    not end while a stream that it forked has not been joined."""
+    """Only two of four layers: no later layer releases layer 0, whose copy overlaps layer 1. A capture has to join
+    every stream that it forked."""
     layers, x = build("cuda"), randn(16, HIDDEN, device="cuda")
     context, sync = te.get_cpu_offload_context(True, 1, LAYERS)
     step(layers, [x], context, sync)
@@ -90,7 +90,8 @@ def test_a_capture_ends_behind_the_copies_that_it_forked():
 
 @pytest.mark.parametrize("way", ["te.checkpoint", "reentrant"])
 def test_a_checkpoint_around_captured_layers_that_leave_is_refused(way, device):
-    """It replays out of the order of the captures, in which their memory is right; the next step is as before."""
+    """It replays out of the order of the captures, for which their memory is laid out; the next step works as
+    before."""
     layers, x = build(device), randn(16, HIDDEN, device=device)
     context, sync = te.get_cpu_offload_context(True, K, LAYERS)
     wrapped = captured(layers, x, context, sync)
@@ -114,7 +115,7 @@ def test_a_checkpoint_around_captured_layers_that_leave_is_refused(way, device):
 
 
 def test_a_stack_captured_as_one(device):
-    """All layers in one callable, copies beside its products in one graph."""
+    """All layers in one callable, with copies beside GEMMs in one graph."""
     layers, x = build(device), randn(16, HIDDEN, device=device)
     context, sync = te.get_cpu_offload_context(True, K, LAYERS)
     whole = torch.nn.Sequential(*(Offloaded(layer, context, sync) for layer in layers))
@@ -161,7 +162,7 @@ def test_an_order_of_several_microbatches(reuse, device):
 
 @pytest.mark.parametrize("steps", [500])
 def test_many_captured_steps(steps, device):
-    """No memory grows, and a little training is the same to the last step."""
+    """Memory does not grow, and a short training has the same losses to the last step."""
     torch.manual_seed(3)
     layers, x = build(device), randn(16, HIDDEN, device=device)
     start = [{name: t.clone() for name, t in layer.state_dict().items()} for layer in layers]
@@ -181,7 +182,7 @@ def test_many_captured_steps(steps, device):
             losses.append(loss.detach())
             if i >= 3:
                 pinned = context.offload_synchronizer.pinned_usage()
-                used = torch.cuda.memory_allocated() - 512 * i if device == "cuda" else 0  # a loss is kept a step
+                used = torch.cuda.memory_allocated() - 512 * i if device == "cuda" else 0  # a loss is kept for a step
                 memory.add((pinned["reserved"], pinned["used"], used))
         return torch.stack(losses), memory
 
@@ -226,7 +227,7 @@ def test_a_capture_without_pinned_memory_is_refused():
         te.make_graphed_callables(tuple(wrapped), samples, **hooks)
     context.offload_synchronizer.forget_step()
     expected = step(layers, [x])
-    same(step(layers, [x], context, sync), expected)  # nothing is left of the attempt
+    same(step(layers, [x], context, sync), expected)  # no memory of the attempt is left
     context.offload_synchronizer.reserve_pinned(1 << 20)
     te.make_graphed_callables(tuple(wrapped), samples, **hooks)
     same([t.clone() for t in step(wrapped, [x])], expected)
@@ -255,13 +256,13 @@ def test_captured_layers_take_less_memory():
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved() - before
 
-    kept = 4096 * 4096 * 2  # a layer's fc1 output; its input is the graph's own
-    # Two layers are there at a time, one leaves meanwhile, and inputs that come back have memory of their own.
+    kept = 4096 * 4096 * 2  # the fc1 output of a layer; its input is a static tensor
+    # Two layers are on the device at a time, one is being offloaded, and reloaded inputs have separate memory.
     assert pool(0) - pool(4) >= 2 * kept
 
 
 class Behind(torch.nn.Module):
-    """A layer that says by an event when its result is there; the copies of its graph may still be under way then."""
+    """A layer that records an event after its result; the copies of its graph may still run then."""
 
     def __init__(self, inner, context, sync):
         super().__init__()
@@ -278,7 +279,7 @@ class Behind(torch.nn.Module):
 
 @pytest.mark.gpu
 def test_copies_behind_an_event():
-    """Graphs on one stream of their own; the main stream goes on at each layer's event."""
+    """Graphs on a separate stream; the main stream continues at the event of each layer."""
     layers, x = build("cuda"), randn(4096, HIDDEN, device="cuda")
     expected = step(layers, [x])
     context, sync = te.get_cpu_offload_context(True, K, LAYERS)

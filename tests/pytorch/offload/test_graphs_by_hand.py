@@ -1,4 +1,4 @@
-# Offload by hand inside of and between captured layers: the copies are nodes of the graphs, or overlap what runs
+# Manual offload inside of and between captured layers: the copies are nodes of the graphs, or overlap the work
 # between them.
 import gc
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 class ByHand(torch.nn.Module):
-    """A layer whose event says that its result is there; behind it, in the same graph, the layer leaves and is
-    released. The recorder has neither streams nor events, and runs the same calls."""
+    """A layer that records an event after its result; after it, in the same graph, the layer is offloaded and released.
+    The CPU backend has neither streams nor events, and runs the same calls."""
 
     def __init__(self, inner, number, offload=None):
         super().__init__()
         self.inner, self.number, self.offload = inner, number, offload
-        self.alive = 0  # bytes behind the last forward, which is the captured one
+        self.alive = 0  # bytes after the last forward, the captured one
         cuda = next(inner.parameters()).is_cuda
         self.event = torch.cuda.Event(external=True) if cuda else None
 
@@ -46,7 +46,7 @@ class ByHand(torch.nn.Module):
 
 
 def captured_by_hand(layers, x, offload, pinned, warm=lambda: None):
-    """Each layer by itself; without offload where that is None. `warm` is called between warm-up and captures."""
+    """Each layer separately; offload: None for a run without. `warm` is called between warm-up and captures."""
     stack = [ByHand(layer, i, offload) for i, layer in enumerate(layers)]
     hooks = {"post_warmup_hook": warm}
     if offload is not None:
@@ -59,13 +59,13 @@ def captured_by_hand(layers, x, offload, pinned, warm=lambda: None):
 
 
 def test_by_hand_between_captured_layers(device):
-    """Eager work between the graphs goes on at each event; everything that is given up is NaN before it is used."""
+    """Eager work between the graphs continues at each event; released memory is NaN until it is reused."""
     layers, side = build(device), torch.cuda.Stream() if device == "cuda" else None
     offload = te.get_cpu_offload_context(True, None, LAYERS, manual_synchronization=True)
     manual = offload[2]
     manual.debug = True
     x = randn(64, HIDDEN, device=device)
-    step(layers, [x], *offload[:2])  # eager, and nothing leaves
+    step(layers, [x], *offload[:2])  # eager, without offload
     stack = captured_by_hand(layers, x, offload, 4 << 20)
     assert manual.get_offloaded_total_size_mb() > 0
     between = [randn(HIDDEN, HIDDEN, device=device, scale=HIDDEN**-0.5) for _ in layers]
@@ -77,7 +77,7 @@ def test_by_hand_between_captured_layers(device):
         for module, weight in zip(modules, between, strict=True):
             event = {"cuda_graph_event": module.event} if on else {}
             y = torch.tanh(module(y, **on, **event).mm(weight))
-        junk = torch.full((16 << 20,), torch.nan, device=device)  # lies where eager memory was given up
+        junk = torch.full((16 << 20,), torch.nan, device=device)  # lies in released eager memory
         del junk
         y.backward(torch.cos(y.detach()))
         if side is not None:
@@ -92,7 +92,7 @@ def test_by_hand_between_captured_layers(device):
 
 @pytest.mark.gpu
 def test_a_copy_by_hand_overlaps_eager_work():
-    """Eager work begins at the layer's event, and is over, while the layer's graph is copying still."""
+    """Eager work starts at the event of the layer, and ends while its graph still copies."""
     tokens, hidden, ffn = 8192, 1024, 8192
     options = {"activation": "swiglu", "params_dtype": torch.bfloat16, "device": "cuda"}
     layer, side = te.LayerNormMLP(hidden, ffn, **options), torch.cuda.Stream()
@@ -122,19 +122,19 @@ def test_a_copy_by_hand_overlaps_eager_work():
         results = [y.detach().clone(), given.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
         return results, began.elapsed_time(done), done.elapsed_time(copied)
 
-    timed()  # cuBLAS makes its handles
+    timed()  # cuBLAS creates its handles
     for _ in range(3):
         results, working, copying = timed()
         same(results, expected)
-        assert working > 0 and copying > 0.5 * moved / 64e9 * 1e3, (working, copying)  # no link is faster than 64 GB/s
+        assert working > 0 and copying > 0.5 * moved / 64e9 * 1e3, (working, copying)  # no link exceeds 64 GB/s
 
 
 @pytest.mark.gpu
 def test_layers_by_hand_take_less_memory():
-    """Of six captured layers what each keeps lies on the host until its own backward. The tokens are many, so that the
-    gradients, which stay, do not take what was freed: in the backward 16 MiB a layer, where 72 are kept."""
+    """The saved tensors of six captured layers lie on the host until their backward. There are many tokens, so that the
+    gradients, which stay, need less than was freed: 16 MiB a layer in the backward, where 72 MiB are saved."""
     count, tokens, hidden, ffn = 6, 8192, 512, 4096
-    kept = tokens * (hidden + ffn) * 2  # a norm's output and what fc1 gives; the input is the graph's own, and stays
+    kept = tokens * (hidden + ffn) * 2  # the outputs of the norm and of fc1; the input is a static tensor, and stays
 
     def captured_memory(leave):
         layers = [te.LayerNormMLP(hidden, ffn, params_dtype=torch.bfloat16) for _ in range(count)]
@@ -142,7 +142,7 @@ def test_layers_by_hand_take_less_memory():
         offload = te.get_cpu_offload_context(True, None, count, manual_synchronization=True) if leave else None
         start = {}
 
-        def warm():  # the warm-up keeps all of them in either case
+        def warm():  # the warm-up saves all of them in either case
             gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -167,5 +167,5 @@ def test_layers_by_hand_take_less_memory():
     shown = f"kept by a layer {kept}, without {without}, by hand {by_hand}"
     assert by_hand["left"] >= count * kept, shown
     assert gain["behind the forwards"] >= 0.98 * (count - 1) * kept, shown
-    # The last forward keeps its layer for a moment too, and so does each backward, beside gradients of those before it.
+    # The last forward briefly keeps its layer too, and so does each backward, beside gradients of earlier layers.
     assert gain["at most"] >= 3 * kept and gain["pool"] >= 3 * kept, shown

@@ -30,7 +30,7 @@ def same(results, expected):
 
 
 def test_exhausted_pinned_memory(device):
-    """Each of the three calls goes on for a layer that stayed, in this step and in the next one."""
+    """Each of the three calls accepts a layer that stayed on the device, in this step and in the next one."""
     layers, x = stack(device), randn(8, 16, device=device)
     expected = step(layers, [x])
     manual = ManualOffloadSynchronizer(3, pinned_limit=1)
@@ -51,7 +51,7 @@ def test_exhausted_pinned_memory(device):
             for i in (1, 0):
                 manual.start_reload_layer(i)
             with refused(RuntimeError, "release_activation_forward_gpu_memory", "'not_offloaded'"):
-                manual.release_activation_forward_gpu_memory(2)  # which nobody wanted to leave
+                manual.release_activation_forward_gpu_memory(2)  # which no call offloads
             return x
 
     model = Model()
@@ -62,16 +62,16 @@ def test_exhausted_pinned_memory(device):
 
 def test_a_layer_that_stayed_may_leave_later(device):
     layer, x = OffloadableLayerState(), randn(8, 16, device=device)
-    layer.stayed = True
+    layer.no_pinned_memory = True
     saved = layer.push_tensor(x)
     layer.start_offload()
-    assert not layer.stayed
+    assert not layer.no_pinned_memory
     layer.release_activation_forward_gpu_memory()
     layer.start_reload()
     assert_same_bits(layer.pop_tensor(saved), x)
-    layer.stayed = True
+    layer.no_pinned_memory = True
     layer.release_all_memory()
-    assert not layer.stayed
+    assert not layer.no_pinned_memory
 
 
 def test_a_layer_that_has_not_run(device):
@@ -90,7 +90,7 @@ def test_a_layer_that_has_not_run(device):
 
 
 def test_a_release_that_the_engine_refuses(device):
-    """Nothing is lost: the tensors are where they were, and it may be called again."""
+    """Nothing is lost: the tensors are still on the device, and the call can be repeated."""
     layer, x = OffloadableLayerState(), randn(8, 16, device=device)
     saved = layer.push_tensor(x)
     layer.start_offload()
@@ -101,11 +101,11 @@ def test_a_release_that_the_engine_refuses(device):
         def release(self):
             raise RuntimeError("not now")
 
-    engine = layer._layer
-    layer._layer = Refuses()
+    engine = layer._engine_layer
+    layer._engine_layer = Refuses()
     with refused(RuntimeError, "not now"):
         layer.release_activation_forward_gpu_memory()
-    layer._layer = engine
+    layer._engine_layer = engine
     assert layer.state == "offload_started"
     assert_same_bits(layer.pop_tensor(saved), x)
     layer.release_activation_forward_gpu_memory()
@@ -115,7 +115,7 @@ def test_a_release_that_the_engine_refuses(device):
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_context_that_is_not_enabled(manual, device):
-    """It has every call of one that is, and changes nothing."""
+    """It has all methods of an enabled one, and they change nothing."""
     layers, x = stack(device), randn(8, 16, device=device)
     expected = step(layers, [x])
     context, sync, *rest = te.get_cpu_offload_context(False, 1, 3, manual_synchronization=manual)
@@ -194,7 +194,7 @@ def test_an_evaluation_with_the_same_forward(where, device):
 
 
 def test_a_frozen_layer_does_not_come_back(device):
-    """Nothing of it left, so nobody would read it and end that; a later step's layer of its number does."""
+    """Nothing of it was offloaded, so no backward reads and ends it; the layer with its number in a later step does."""
     layers, x = stack(device), randn(8, 16, device=device)
     layers[0].requires_grad_(False)
     context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
@@ -214,7 +214,7 @@ def test_a_frozen_layer_does_not_come_back(device):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "a frozen one before them"])
 def test_the_oldest_step_goes_first(frozen, device):
-    """Of several whose layer is in the state that a call wants; those of which nothing left are passed over."""
+    """Several steps have the layer in the required state; those without offloaded tensors are skipped."""
     layers, x = stack(device), randn(8, 16, device=device)
     context, sync, manual = te.get_cpu_offload_context(True, None, 3, manual_synchronization=True)
     expected = train(layers, x, context, sync, manual)
@@ -247,7 +247,8 @@ def test_the_oldest_step_goes_first(frozen, device):
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_a_layer_that_only_another_result_wants(retain, device):
-    """Nothing goes back through what sync was given, so the step is gone; a loss beside it still reads the layer."""
+    """No backward runs through the argument of sync, so the step ends; a loss on another result still reads the
+    layer."""
     layers, x = stack(device), randn(8, 16, device=device)
     wanted = x.clone().requires_grad_()
     layers[0](wanted).sum().backward()

@@ -30,7 +30,7 @@ every_way = pytest.mark.parametrize("how", HOW)
 
 
 def leaving(*tensors):
-    """Bytes that leave of a layer that saves these."""
+    """Offloaded bytes of a layer that saves these tensors."""
     state = OffloadableLayerState()
     saved = [state.push_tensor(t) for t in tensors]
     state.start_offload()
@@ -39,7 +39,7 @@ def leaving(*tensors):
 
 
 class Keeps(torch.autograd.Function):
-    """x times what it keeps; of those tensors it keeps what `saved` gives."""
+    """x times the tensors that it saves; `saved` selects them."""
 
     @staticmethod
     def forward(ctx, x, *kept):
@@ -82,7 +82,7 @@ SEEN = [itself, a_view_of_it, a_view_of_a_view, a_view_without_a_graph, a_view_b
 
 
 def run(layer, x, manual):
-    """(the gradient of x through the layer, the MiB that left of it)"""
+    """(the gradient of x through the layer, its offloaded MiB)"""
     given = x.detach().clone().requires_grad_()
     if manual:
         context, sync, synchronizer = te.get_cpu_offload_context(True, None, 2, manual_synchronization=True)
@@ -131,7 +131,7 @@ MODULES = {
 @pytest.mark.parametrize("recomputed", [None, True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_layers_input(name, recomputed, how, device):
-    """Exactly the input stays of what the layer keeps, its recomputation among them."""
+    """Of the saved tensors of the layer exactly the input stays, also with recomputation."""
     module, x = MODULES[name](device), randn(2, 8, 16, device=device)
 
     def layer(x, marked):
@@ -149,7 +149,7 @@ def test_a_layers_input(name, recomputed, how, device):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("part", [None, "first", "last"])
 def test_a_quantized_tensor(part, name, how, device):
-    """Every part of it, whichever was marked, and whether it is saved whole or taken apart."""
+    """Every part stays, whichever was marked, and whether the tensor is saved whole or in parts."""
     for marked in (False, True):
         tensor = quantizers(device)[name](randn(64, 48, device=device))
         carrier = tensor if part is None else parts(tensor)[0 if part == "first" else -1]
@@ -168,7 +168,7 @@ def test_a_quantized_tensor(part, name, how, device):
 @every_way
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_tensor_that_is_taken_apart(name, how, device):
-    """As modules save it: what the hooks see are plain tensors."""
+    """As modules save it: the hooks see plain tensors."""
     tensor = quantizers(device)[name](randn(64, 48, device=device))
     assert not hasattr(tensor, MARK)
     HOW[how](tensor)
@@ -212,7 +212,7 @@ def keeps_its_result(x):
 @every_way
 @pytest.mark.parametrize("when", ["before it starts", "while it leaves", "when it has left"])
 def test_a_mark_on_what_sync_returns(when, how, device):
-    """The layer keeps it: it stays where the mark comes before it has left, and is right in any case."""
+    """The layer saves it: it stays if it is marked before its offload, and is right in any case."""
     x = randn(16, 16, device=device, requires_grad=True)
     (expected,) = torch.autograd.grad(keeps_its_result(x).sum(), x)
     context, sync, manual = te.get_cpu_offload_context(True, None, 2, manual_synchronization=True)
@@ -232,7 +232,7 @@ def test_a_mark_on_what_sync_returns(when, how, device):
 
 
 def test_by_the_default_schedule_it_is_the_next_layers_input(device):
-    """What a layer returns is marked behind sync_fn: the next one keeps it, and it stays."""
+    """The result of a layer is marked after sync_fn: the next layer saves it, and it stays."""
     x = randn(16, 16, device=device, requires_grad=True)
     weights = [randn(16, 16, device=device, requires_grad=True) for _ in range(3)]
 
@@ -240,7 +240,7 @@ def test_by_the_default_schedule_it_is_the_next_layers_input(device):
         y = x
         for weight in weights:
             with context:
-                y = y.mm(weight)  # keeps its input
+                y = y.mm(weight)  # saves its input
             y = sync(y)
             if mark:
                 by_attribute(y)
@@ -249,7 +249,7 @@ def test_by_the_default_schedule_it_is_the_next_layers_input(device):
     (expected, left), (gradients, less) = (layers(*te.get_cpu_offload_context(True, 2, 3), m) for m in (False, True))
     for a, b in zip(gradients, expected, strict=True):
         assert_same_bits(a, b)
-    assert left - less == x.nbytes / 2**20  # layer 1's input; layer 0's is nobody's result
+    assert left - less == x.nbytes / 2**20  # the input of layer 1; that of layer 0 is no result
 
 
 def test_what_marks_say(device):
@@ -257,11 +257,11 @@ def test_what_marks_say(device):
     view = t[2:]
     te.mark_not_offload(view, None, other)
     assert getattr(view, MARK) is True and getattr(other, MARK) is True
-    cpu_offload.mark_activation_offload(t, other)  # which is no permission to move what is marked
+    cpu_offload.mark_activation_offload(t, other)  # which does not permit moving a marked tensor
     assert leaving(t, other) == 0
-    setattr(other, MARK, False)  # what was said of its memory holds
+    setattr(other, MARK, False)  # the declaration about its memory holds
     fresh = randn(16, 16, device=device)
-    setattr(fresh, MARK, False)  # an attribute that says no is no mark
+    setattr(fresh, MARK, False)  # an attribute that is False is no mark
     assert leaving(other, fresh) == fresh.nbytes
 
 

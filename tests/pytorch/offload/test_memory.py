@@ -13,7 +13,7 @@ WIDTH, TOKENS, LAYERS = 1024, 8192, 6
 
 
 def peak_of(layers, x, context=None, sync=None):
-    """Most bytes above the start's. Gradients are there already, so that it is the saved tensors that make the peak."""
+    """Peak bytes above those at the start. Gradients are allocated before, so that saved tensors determine the peak."""
     for _ in range(2):
         torch.cuda.synchronize()
         start = torch.cuda.memory_allocated()
@@ -33,11 +33,11 @@ def test_the_peak_falls_by_the_layers_that_leave(k):
     context, sync = te.get_cpu_offload_context(True, k, LAYERS)
     measured = peak_of(layers, x, context, sync)
     moved = context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20
-    per_layer = TOKENS * (WIDTH + WIDTH + 4 * WIDTH) * 2  # its norm's input and output, gate and up
+    per_layer = TOKENS * (WIDTH + WIDTH + 4 * WIDTH) * 2  # the input and output of its norm, gate and up
     assert moved >= k * per_layer
     predicted = without - k * per_layer
-    # The first layer's input is the caller's: that it leaves gives nothing back. Without, the peak is at the start of
-    # the backward; with, it stays so until layers stop coming back, and there the gradient is no longer the caller's.
+    # The caller holds the input of the first layer, so its offload frees nothing. Without offload the peak is at the
+    # start of the backward; with it, it lasts until layers stop being reloaded, where the caller holds no gradient.
     predicted += 2 * TOKENS * WIDTH * 2
     assert abs(measured - predicted) <= 0.02 * predicted, (without, measured, predicted)
 
@@ -48,7 +48,7 @@ def test_nothing_grows_over_50_steps():
     x = torch.randn(4096, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     context, sync = te.get_cpu_offload_context(True, 2, 4)
     figures = set()
-    gc.collect()  # nothing of other tests goes in between
+    gc.collect()  # no garbage of other tests is freed in between
     for i in range(50):
         forward(layers, x, context, sync).sum().backward()
         if i >= 2:
@@ -58,7 +58,7 @@ def test_nothing_grows_over_50_steps():
 
 @pytest.mark.gpu
 def test_a_whole_buffer_is_given_back(small):  # noqa: F811
-    """Data and scale of a bulk buffer: the memory that is free afterwards is the buffer's."""
+    """Data and scale of a bulk buffer: the freed memory is that of the whole buffer."""
     buffer = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()
     state = OffloadableLayerState()

@@ -75,7 +75,7 @@ def test_same_bits(name, dtype, k, device):
 
 @pytest.mark.parametrize("how", ["te", "torch"])
 def test_a_block_gone_back_through_twice(how, device):
-    """Ours refuse a second backward's derivative, not a second backward."""
+    """Modules of this library refuse a derivative of the backward, not a second backward."""
     layers, given = build("LayerNormMLP" if how == "te" else how, device), inputs(device)
     expected = step(layers, given, twice=True)
     context, sync = te.get_cpu_offload_context(True, 2, LAYERS)
@@ -83,7 +83,7 @@ def test_a_block_gone_back_through_twice(how, device):
 
 
 def test_derivatives_of_derivatives(device):
-    """Plain modules keep theirs: what came back takes part in a graph of its own."""
+    """Plain modules support it: reloaded tensors are part of a second graph."""
     layers, (x,) = build("torch", device), inputs(device, count=1)
 
     def both(context=None, sync=None):
@@ -114,7 +114,7 @@ def test_recomputed_layers_offload_their_inputs(reentrant, device):
     context, sync = te.get_cpu_offload_context(True, 2, LAYERS)
     same(step([Recomputed(layer) for layer in layers], given, context, sync), expected)
     moved = context.offload_synchronizer.get_offloaded_total_size_mb() * 2**20
-    assert moved == 2 * given[0].nbytes  # of each layer its input, and nothing else
+    assert moved == 2 * given[0].nbytes  # only the input of each layer
 
 
 CHECKPOINTS = {
@@ -129,7 +129,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("count", [1, LAYERS])
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_a_checkpoint_around_contexts(how, count, saved, device):
-    """Whatever the layers save beside what leaves, and whatever hooks lie between: all of it is recomputed."""
+    """With other tensors saved beside the offloaded ones, and with other hooks in between: all of it is recomputed."""
     layers, given = build("torch", device), inputs(device)
     for layer in layers:
         layer.dropout.p = 0.0
@@ -200,7 +200,7 @@ def test_delayed_weight_gradients(fused, device):
 
 
 def test_gradients_of_one_layer_alone(device):
-    """torch.autograd.grad to a layer in the middle: those before it never come back."""
+    """torch.autograd.grad to a layer in the middle: earlier layers are never reloaded."""
     layers, (x,) = build("LayerNormMLP", device), inputs(device, count=1)
     context, sync = te.get_cpu_offload_context(True, 3, LAYERS)
 

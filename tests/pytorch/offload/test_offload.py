@@ -19,7 +19,7 @@ from .cases import small  # noqa: F401
 
 
 def away_and_back(state, tensors):
-    """pop_tensor's results after the whole way; what the tensors held is overwritten meanwhile."""
+    """The results of pop_tensor after offload and reload; the original memory is overwritten meanwhile."""
     values = [t.detach().clone() for t in tensors]
     saved = [state.push_tensor(t) for t in tensors]
     state.start_offload()
@@ -75,7 +75,7 @@ def test_views_come_back_as_they_were(small, device):  # noqa: F811
         assert_same_bits(b.reshape(-1), value.reshape(-1))
         assert (b.shape, b.stride(), b.dtype, b.storage_offset()) == (t.shape, t.stride(), t.dtype, t.storage_offset())
         assert b.device == t.device
-    # One memory stays one memory, and moves once.
+    # One storage stays one storage, and is copied once.
     assert len({b.untyped_storage().data_ptr() for b in back[:4]}) == 1
     assert len({b.untyped_storage().data_ptr() for b in back[4:]}) == 1
     assert state.bytes == base.nbytes + buffer.nbytes
@@ -101,7 +101,7 @@ def test_who_stays(small, device):  # noqa: F811
     state.release_activation_forward_gpu_memory()
     for t, s in zip((weight, weight.T, marked, marked.T, tiny), saved, strict=True):
         assert state.pop_tensor(s).data_ptr() == t.data_ptr()
-    assert vars(marked) == {} and vars(tiny) == {}  # the mark is on the view that was given
+    assert vars(marked) == {} and vars(tiny) == {}  # the mark is on the view that was passed
     with refused(TypeError, "mark_not_offload", "list", "one by one"):
         mark_not_offload([marked])
 
@@ -116,7 +116,7 @@ def test_a_large_piece_takes_the_small_ones_of_its_memory_along(small, device): 
     state.start_offload()
     del buffer, scale
     state.release_activation_forward_gpu_memory()
-    assert alive.expired()  # nothing held the buffer back
+    assert alive.expired()  # nothing kept the buffer alive
     state.start_reload()
     assert state.pop_tensor(saved[1]).item() == torch.tensor(0.37).item()
 
@@ -255,11 +255,11 @@ def test_nested_and_quantized_tensors_stay(small, device):  # noqa: F811
 def test_a_mark_is_of_what_was_complete(case, small, device):  # noqa: F811
     t = randn(100, device=device)
     state = OffloadableLayerState()
-    state.mark_ready([t[:50] if case in ("part", "base") else t], whole=case == "base")
+    state.mark_ready([t[:50] if case in ("part", "base") else t], whole_storage=case == "base")
     if case == "written":
         t.add_(1)
     if case == "gone":
         del t
         t = randn(100, device=device)
     saved = state.push_tensor(t)
-    assert (state._mark_of(saved.memory) >= 0) == (case in ("whole", "base"))
+    assert (state._ready_mark_of(saved.memory) >= 0) == (case in ("whole", "base"))

@@ -14,7 +14,7 @@ UNEVEN = (3, 2, 5, 2, 4, 6)
 
 
 class _Keeps(torch.autograd.Function):
-    """The identity on a small tensor, which keeps `sizes` bytes for its backward."""
+    """The identity on a small tensor, which saves `sizes` bytes for its backward."""
 
     @staticmethod
     def forward(ctx, x, sizes):
@@ -28,7 +28,7 @@ class _Keeps(torch.autograd.Function):
 
 
 def on_device(n, k, layer, backward):
-    """The layers that are there while `layer` runs, or its backward."""
+    """The layers on the device while `layer` runs, or its backward."""
     if backward:
         return [i for i in range(layer + 1) if i >= k or layer <= n - 1 - k + i]
     return [i for i in range(layer + 1) if i >= k or layer < n - k + i]
@@ -51,13 +51,13 @@ def test_layers_of_known_size(sizes, pieces, device):
         def run(layers=layers, x=x, context=context, sync=sync):
             forward(layers, x, context, sync).sum().backward()
 
-        run()  # what is made once is there
+        run()  # one-time allocations are made
         wanted = most_kept([pieces * size * MIB for size in sizes], k)
         assert 0 <= peak_bytes(run, device) - wanted < 64 * 1024, (k, sizes)  # no layer is that small
 
 
 def test_small_pieces_travel_packed(device):
-    """Pieces under 2 MiB: while they leave, and until they are back, they are there a second time, and no longer."""
+    """Tensors under 2 MiB: they exist twice during the offload and the reload, and no longer."""
     n, k, piece = 4, 2, MIB
     context, sync = te.get_cpu_offload_context(True, k, n)
     layers = [lambda x: _Keeps.apply(x, [piece] * 4)] * n
@@ -67,7 +67,7 @@ def test_small_pieces_travel_packed(device):
         forward(layers, x, context, sync).sum().backward()
 
     run()
-    # Both are complete before layer 2 begins, for which layer 0 must have left.
+    # Both are complete before layer 2 begins, which requires that layer 0 was released.
     assert 0 <= peak_bytes(run, device) - 2 * 2 * 4 * piece < 64 * 1024
 
 
@@ -95,7 +95,7 @@ def gated(device):
 
 @pytest.mark.parametrize("make", [transformer, gated], ids=lambda make: make.__name__)
 def test_real_layers(make, device, monkeypatch):
-    """Within 2 % of its terms, one by one: what a layer keeps, its backward's own work, the result, two gradients."""
+    """Within 2 % of the sum of its terms: saved tensors of a layer, work of its backward, the result, two gradients."""
     monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 128 * 1024)
     n, x = 4, randn(1024, 1, 512, device=device, requires_grad=True)
     layers = [make(device) for _ in range(n)]
@@ -105,15 +105,15 @@ def test_real_layers(make, device, monkeypatch):
         y.backward(torch.ones_like(y))
 
     for _ in range(2):
-        step(layers)  # gradients are there: they are added to
+        step(layers)  # gradients exist and are added to
     own = te.memory_plan(layers[0], x).kept_bytes
     work = peak_bytes(lambda: step(layers[:1]), device) - own - 2 * x.nbytes  # beside the result and its gradient
-    kept = own + x.nbytes  # a layer's input is the result of the one before
+    kept = own + x.nbytes  # the input of a layer is the result of the previous one
     figures = []
     for k in (0, 1, 2, 3):
         context, sync = te.get_cpu_offload_context(True, k, n)
         step(layers, context, sync)
-        predicted = (n - k) * kept + work + (3 if k else 1) * x.nbytes  # without, the first input is the caller's
+        predicted = (n - k) * kept + work + (3 if k else 1) * x.nbytes  # the caller holds the first input
         measured = peak_bytes(lambda: step(layers, context, sync), device)  # noqa: B023
         figures.append((k, measured, predicted))
     assert all(abs(measured - predicted) <= 0.02 * predicted for _, measured, predicted in figures), figures
@@ -133,14 +133,14 @@ def attention(device):
 
 @pytest.mark.parametrize("make", [split, split_behind_norm, attention], ids=lambda make: make.__name__)
 def test_weights_that_are_joined_stay(make, small, device):  # noqa: F811
-    """That a parameter's memory leaves gives nothing back, and what came back of it would be a second one."""
+    """The offload of a parameter would free nothing, and its reload would allocate a second copy."""
     layer, x = make(device), randn(8, 2, 64, device=device, requires_grad=True)
     context, sync = te.get_cpu_offload_context(True, 1, 2)
     with context:
         y = layer(x)
     memory = context.offload_synchronizer.current_layer().taken
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    leaving = [m for m in memory if m.leaves and not m.stays]
+    leaving = [m for m in memory if m.large_enough and not m.stays]
     assert leaving
     assert not own & {m.tensor.untyped_storage().data_ptr() for m in leaving}
     sync(y).sum().backward()

@@ -45,7 +45,7 @@ def test_a_quantized_tensor_comes_back(name, shape, device):
     assert_same_bits(back.dequantize(), tensor.dequantize())
     (again,) = (state.pop_tensor(saved),)
     assert again is not back and [t.data_ptr() for t in parts(again)] == [t.data_ptr() for t in parts(back)]
-    assert len(parts(tensor)) == len(expected)  # the caller's is whole
+    assert len(parts(tensor)) == len(expected)  # the argument is unchanged
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
@@ -78,7 +78,7 @@ COPY = 2  # te_offload_step.kind
 @pytest.mark.parametrize("fields", [None, "small first"])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
 def test_one_buffer_is_one_transfer(name, fields, device):
-    """Each way, whatever number of tensors lies in it and whichever of them is saved first."""
+    """One copy in each direction, for any number of tensors in it, whichever of them is saved first."""
     engines = Engines(trace=True)
     made = bulk(quantizers(device)[name], [randn(32, 48, device=device) for _ in range(5)])
     buffer = parts(made[0])[0].untyped_storage()
@@ -102,7 +102,7 @@ def test_one_buffer_is_one_transfer(name, fields, device):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
 def test_what_is_left_of_a_saved_storage_holds_no_buffer(name, device):
-    """As modules save: the storage that its parts are put back into lives on in the graph."""
+    """As modules save it: the storage of its restored parts lives in the graph."""
     quantizer = quantizers(device)[name]
     quantizer.internal = True
     made = bulk(quantizer, [randn(32, 48, device=device), randn(16, 16, device=device)])
@@ -124,12 +124,12 @@ def test_what_is_left_of_a_saved_storage_holds_no_buffer(name, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "block1d"])
 def test_device_memory_falls_by_the_whole_buffer(name, monkeypatch):
-    """By the threshold that users have: the scales and amaxes are far below it."""
+    """With the default threshold: the scales and amaxes are far below it."""
     monkeypatch.setattr(offload_layer, "MIN_ELEMENTS", 256 * 1024)
     quantizer, sources = quantizers("cuda")[name], [randn(1024, 1024, device="cuda") for _ in range(4)]
     del bulk(quantizer, sources)[:]
     state = OffloadableLayerState()
-    gc.collect()  # nothing of other tests goes in between
+    gc.collect()  # no garbage of other tests is freed in between
     before = torch.cuda.memory_allocated()
     made = bulk(quantizer, sources)
     assert torch.cuda.memory_allocated() - before >= 8 << 20  # rows and columns of all of them
@@ -171,7 +171,7 @@ def test_subview_records(name, device):
         ):
             with refused(ValueError, "restore_subview", word):
                 restore_subview(buffer, wrong)
-        # Read as bytes, the scale would be silently another one.
+        # Read as bytes, the scale would be wrong without an error.
         as_bytes = restore_subview(buffer, scale._replace(dtype=torch.uint8))
         assert as_bytes.dtype is not restore_subview(buffer, scale).dtype
 
@@ -188,7 +188,7 @@ def test_a_marked_quantized_tensor_stays(device):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_that_are_not_those_that_were_saved(name, device):
-    """Swapped, or of another shape or dtype: named, and nothing is taken."""
+    """Swapped, or of another shape or dtype: an error names it, and nothing is restored."""
     tensor = quantizers(device)[name](randn(32, 48, device=device))
     expected = tensor.dequantize()
     plain, shells = te.prepare_for_saving(tensor)
@@ -204,8 +204,8 @@ def test_parts_that_are_not_those_that_were_saved(name, device):
 
 
 def test_subviews_of_two_formats(device):
-    """A hybrid tensor's directions are each of its own format, and in a buffer of its own: both leave and come back,
-    and are put back from their records."""
+    """The directions of a hybrid tensor have different formats, and a buffer each: both are offloaded, reloaded and
+    restored from their records."""
     both = {"rowwise": True, "columnwise": True}
     current = te.Float8CurrentScalingQuantizer(E4M3, device)
     made = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=te.Float8BlockQuantizer(E4M3, **both))(
@@ -234,7 +234,7 @@ def halves(tensor):
 
 
 class Scales(torch.autograd.Function):
-    """x times the sum of a quantized tensor, which it keeps whole."""
+    """x times the sum of a quantized tensor, which it saves whole."""
 
     @staticmethod
     def forward(ctx, x, tensor):
@@ -249,7 +249,7 @@ class Scales(torch.autograd.Function):
 @pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rows", "columns"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_layer_that_nobody_brings_back(name, usages, device):
-    """The backward does, for whichever part of the tensor has left: its first one may be missing or small."""
+    """The backward reloads the layer for any offloaded part of the tensor: the first part may be missing or small."""
     quantizer = quantizers(device)[name]
     quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
     tensor, x = quantizer(randn(64, 48, device=device)), randn(3, device=device, requires_grad=True)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 class Layer(torch.nn.Module):
-    """A plain torch module: nothing in it knows of offload."""
+    """A plain torch module, without code for offload."""
 
     def __init__(self, device, width=24):
         super().__init__()
@@ -127,7 +127,7 @@ def test_manual_calls(device):
     for layer_id in (-1, 3, "0"):
         with refused(ValueError, "start_reload_layer", "layer_id", repr(layer_id), "0 to 2"):
             manual.start_reload_layer(layer_id)
-    y.backward(torch.ones_like(y))  # layer 0 comes back when its backward reads it
+    y.backward(torch.ones_like(y))  # layer 0 is reloaded when its backward reads it
     same([y.detach(), given.grad, *(p.grad for layer in layers for p in layer.parameters())], expected)
 
 
@@ -141,13 +141,13 @@ def test_manual_calls_before_a_forward_and_when_disabled():
 
 
 def test_backward_before_anything_has_left(device):
-    """A backward may begin at any time: here after the first layers of a longer model."""
+    """A backward may start at any time: here after the first layers of a longer model."""
     layers, x = stack(2, device), randn(8, 16, device=device)
     expected = step(layers, [x])
     context, sync = te.get_cpu_offload_context(True, 4, 6)
     same(step(layers, [x], context, sync), expected)
     assert not context.offload_synchronizer.layer_open
-    same(step(layers, [x], context, sync), expected)  # and what comes next is the first layer again
+    same(step(layers, [x], context, sync), expected)  # and the next layer is the first one again
     assert states(context.offload_synchronizer) == ["not_offloaded"] * 6
 
 
@@ -159,7 +159,7 @@ def test_a_layer_that_torch_takes_no_hooks_for(device):
     with none, pytest.raises(RuntimeError, match="none here"), context:
         pass
     assert not context.offload_synchronizer.layer_open and not context.inside_context
-    same(step(layers, [x], context, sync), expected)  # and what comes next is the first layer
+    same(step(layers, [x], context, sync), expected)  # and the next layer is the first one
 
 
 def test_an_exception_in_a_layer(device):
@@ -211,7 +211,7 @@ def test_nothing_grows_and_nothing_needs_the_collector(device):
         assert set(figures[2:]) == {figures[2]}
         context.offload_synchronizer.forget_step()
         assert graph() is None
-        # A graph that nobody goes back through is given up as a whole.
+        # A graph without a backward is freed as a whole.
         y = forward(layers, x.clone().requires_grad_(), context, sync)
         assert context.offload_synchronizer.pinned_usage()["slots"] == 2
         del y
@@ -244,13 +244,13 @@ def test_inside_and_outside(device):
     assert not cpu_offload.is_cpu_offload_enabled()
     with refused(TypeError, "sync_fn", "tuple"):
         sync((1, 2))
-    cpu_offload.start_offload(torch.ones(3, device=device))  # outside: nothing
+    cpu_offload.start_offload(torch.ones(3, device=device))  # outside it does nothing
     with refused(TypeError, "start_offload", "int"):
         cpu_offload.start_offload(3)
 
 
 def test_a_tensor_that_is_ready_early(device):
-    """start_offload() changes when a copy may begin, no bit; the layer may come in several pieces."""
+    """start_offload() changes only when a copy may start; the layer may run in several parts."""
     layers, x = stack(3, device), randn(8, 16, device=device)
     expected = step(layers, [x])
     context, sync = te.get_cpu_offload_context(True, 2, 3)
@@ -304,6 +304,6 @@ def test_the_synchronizer_by_itself(device):
     assert_same_bits(synchronizer.pop_tensor(saved), t)
     synchronizer.finish_part_of_bwd()
     assert states(synchronizer)[0] == "offload_finished"
-    assert_same_bits(synchronizer.pop_tensor(saved), t)  # brought back once more
+    assert_same_bits(synchronizer.pop_tensor(saved), t)  # reloaded once more
     with refused(ValueError, "bwd_step", 3):
         synchronizer.bwd_step(3)

@@ -20,7 +20,7 @@ N, K = 4, 2
 
 
 class Layer(torch.nn.Module):
-    """Notes the number it is taken for."""
+    """Records the layer number that the context assigns."""
 
     def __init__(self, seen, device):
         super().__init__()
@@ -59,16 +59,16 @@ class Stack:
 
 @pytest.fixture
 def stack(device):
-    """Behind the test, when nothing holds a graph any more, nothing lies in pinned memory."""
+    """After the test, when no graph is alive, no pinned memory is in use."""
     made = Stack(device)
     yield made
     made.context.offload_synchronizer.forget_step()
-    gc.collect()  # tracebacks hold each other
+    gc.collect()  # tracebacks refer to each other
     assert made.context.offload_synchronizer.pinned_usage()["slots"] == 0
 
 
 def failing(stack, layers):
-    """A forward that fails behind the context of its last layer, before that is ended."""
+    """A forward that fails after the context of its last layer, before the layer is ended."""
     x = stack.x.clone().requires_grad_()
     x = forward(stack.layers[: layers - 1], x, stack.context, stack.sync)
     with stack.context:
@@ -98,7 +98,7 @@ def test_an_exception_anywhere(where, layers, stack):
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_an_exception_ends_the_step(layers, stack):
-    """By itself: the layers before it have a graph that is alive, and nobody calls forget_step()."""
+    """Without forget_step(), while the graph of the earlier layers is alive."""
     y = stack.forward(layers)
     with pytest.raises(ArithmeticError), stack.context:
         raise ArithmeticError
@@ -106,14 +106,14 @@ def test_an_exception_ends_the_step(layers, stack):
         warnings.simplefilter("error")
         stack.goes_on(alive=True)
     stack.layers[0].zero_grad(set_to_none=True)
-    y.sum().backward()  # and what they kept is there
+    y.sum().backward()  # and their saved tensors are there
     assert stack.layers[0].linear.weight.grad is not None
 
 
 @pytest.mark.parametrize("how", ["forget", "again"])
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_retry_while_the_exception_is_alive(layers, how, stack):
-    """The graph of the forward that failed is there as long as its traceback: the next one is no part of it."""
+    """The graph of the failed forward lives as long as its traceback; the next forward is not part of it."""
     try:
         failing(stack, layers)
     except ArithmeticError:
@@ -127,7 +127,7 @@ def test_a_retry_while_the_exception_is_alive(layers, how, stack):
         y = stack.forward()
         assert stack.seen == list(range(N))
         del y
-    stack.goes_on(alive=True)  # a refusal's traceback may still hold a graph
+    stack.goes_on(alive=True)  # the traceback of a refusal may still hold a graph
 
 
 @pytest.mark.parametrize("backward, layers", [(b, n) for b in (True, False) for n in (1, 2, 3, 4)])
@@ -138,7 +138,7 @@ def test_a_loss_that_is_still_alive(layers, backward, stack):
         loss.backward()
     if backward or layers == N:
         stack.goes_on(alive=True)
-    else:  # an early exit: nothing says that this forward is over
+    else:  # an early exit: no call ends this forward
         with pytest.warns(RuntimeWarning, match=rf"sync_fn: the result of layer {layers} .*forget_step\(\)"):
             stack.forward()
         stack.context.offload_synchronizer.forget_step()
@@ -147,7 +147,7 @@ def test_a_loss_that_is_still_alive(layers, backward, stack):
 
 @pytest.mark.parametrize("around", [[0, 1, 2, 3], [0], [1, 2], [3]], ids=str)
 def test_a_recomputation_starts_no_step(around, stack):
-    """torch's reentrant way runs context and sync function without gradients first, and then inside of a backward."""
+    """A reentrant checkpoint runs context and sync function first without gradients, and then inside of a backward."""
     synchronizer, x = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
     first, last = around[0], around[-1] + 1
     y = forward(stack.layers[:first], x, stack.context, stack.sync)
@@ -170,7 +170,7 @@ def test_a_recomputation_starts_no_step(around, stack):
 
 
 def test_a_backward_that_does_not_reach_a_layer(stack):
-    """What came back ahead of it stays on the device for the part of the backward that does."""
+    """Layers reloaded ahead stay on the device for the part of the backward that reads them."""
     synchronizer, x = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
     before = forward(stack.layers[:2], x, stack.context, stack.sync)
     y = forward(stack.layers[2:], before, stack.context, stack.sync)
@@ -185,7 +185,7 @@ def test_a_backward_that_does_not_reach_a_layer(stack):
 def test_an_early_exit(layers, stack):
     stack.forward(layers).sum().backward()
     stack.goes_on(alive=True)
-    stack.forward(layers)  # nobody goes back through it
+    stack.forward(layers)  # it has no backward
     stack.goes_on(alive=True)
 
 
@@ -207,7 +207,7 @@ def test_an_evaluation_in_between(at, stack):
 
 @pytest.mark.parametrize("at", range(1, N))
 def test_a_backward_in_the_middle_of_a_forward(at, stack):
-    """1F1B: microbatch 0 goes back while microbatch 2 is between two layers."""
+    """1F1B: the backward of microbatch 0 runs while microbatch 2 is between two layers."""
     inputs = [stack.x.clone().requires_grad_() for _ in range(3)]
     waiting = [forward(stack.layers, x, stack.context, stack.sync) for x in inputs[:2]]
     y = forward(stack.layers[:at], inputs[2], stack.context, stack.sync)
@@ -257,12 +257,12 @@ def test_two_threads(stack):
     assert stack.seen == list(range(N))
     y.backward(torch.ones_like(y))
     assert_same_bits(x.grad, stack.expected[1])
-    run()  # one behind the other is right
+    run()  # one after the other is right
     assert len(errors) == 1
 
 
 def test_contexts_in_each_other(stack):
-    """Whichever of the two a tensor leaves with, it comes back."""
+    """A tensor is reloaded, whichever of the two layers it was offloaded with."""
     inner, inner_sync = te.get_cpu_offload_context(True, 1, 2)
     x = stack.x.clone().requires_grad_()
     y = x
@@ -290,7 +290,7 @@ def test_copies_of_a_model_share_it(stack):
 def test_start_offload_behind_the_layers_end(stack):
     with stack.context:
         y = stack.sync(stack.layers[0](stack.x.clone().requires_grad_()))
-        with refused(RuntimeError, "start_offload", "no layer is at work"):
+        with refused(RuntimeError, "start_offload", "no layer is open"):
             cpu_offload.start_offload(y)
     del y
     stack.context.offload_synchronizer.forget_step()
@@ -298,8 +298,8 @@ def test_start_offload_behind_the_layers_end(stack):
 
 
 def test_a_backward_is_over_once(stack, monkeypatch):
-    """Not once a layer, however many steps are in flight; one inside of another is over by itself, and the outer one
-    behind it."""
+    """Not once for each layer, with any number of steps in flight; a backward inside of another one ends separately,
+    and the outer one after it."""
     synchronizer, inputs = stack.context.offload_synchronizer, [stack.x.clone().requires_grad_() for _ in range(3)]
     finish, finished = synchronizer.finish_part_of_bwd, []
 
@@ -315,7 +315,7 @@ def test_a_backward_is_over_once(stack, monkeypatch):
     y.register_hook(lambda _: inner.backward(torch.ones_like(inner), retain_graph=True))
     y = forward(stack.layers[2:], y, stack.context, stack.sync)
     y.backward(torch.ones_like(y), retain_graph=True)
-    assert len(finished) == 4  # by the outer one, the inner one, and the outer one's layers behind it
+    assert len(finished) == 4  # by the outer one, the inner one, and later layers of the outer one
     assert all(layer.state != "reload_started" for step in synchronizer.steps() for layer in step.layers)
     for x in inputs:
         assert_same_bits(x.grad, stack.expected[1])
@@ -334,7 +334,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("made_by", [Doubled.apply, lambda x: x * 2])
 def test_a_tensor_that_outlives_steps(made_by, backward, stack, monkeypatch):
-    """Each step ends its first layer in it: it hears of the steps that are under way, and keeps no other alive."""
+    """Each step ends its first layer in this node: it has hooks of the steps in flight, and keeps no others alive."""
     synchronizer, leaf = stack.context.offload_synchronizer, stack.x.clone().requires_grad_()
     bwd_step, reached = synchronizer.bwd_step, []
     monkeypatch.setattr(synchronizer, "bwd_step", lambda n: (reached.append(int(n)), bwd_step(n)))

@@ -25,7 +25,7 @@ RECIPES = {
     "current": recipes.Float8CurrentScaling,
     "block": recipes.Float8BlockScaling,
 }
-OWN = {  # how a module itself keeps less, or computes later
+OWN = {  # how a module saves less, or computes later
     "Linear": {"plain": {}, "delayed wgrad": {"delay_wgrad_compute": True}},
     "LayerNormLinear": {
         "plain": {},
@@ -48,7 +48,7 @@ every_case = pytest.mark.parametrize("family, how", CASES, ids=map("-".join, CAS
 
 
 class Layer(torch.nn.Module):
-    """One module of a family, inside of its context where it has one."""
+    """One module of a family, inside of its context if it has one."""
 
     def __init__(self, family, how, i, device, context=None, sync=None):
         super().__init__()
@@ -95,7 +95,7 @@ def draw(device, seed, count):
 
 
 def train(layers, recipe, device, schedule, steps=2):
-    """Optimizer steps whose microbatches run as `schedule` says; what all of them leave."""
+    """Runs optimizer steps with microbatches in the order of `schedule`; returns all results."""
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer, results = torch.optim.SGD(parameters, lr=0.05), []
     for seed in range(steps):
@@ -119,7 +119,7 @@ def late(layers, count):
 
 
 def in_flight(count, twice=False):
-    """All forwards, then all backwards; twice: and all of them again over the same graphs."""
+    """All forwards, then all backwards; twice: all backwards run again over the same graphs."""
 
     def run(layers, recipe, seed, device):
         given = [x.requires_grad_() for x in draw(device, seed, count)]
@@ -150,14 +150,14 @@ def contexts(count=1, k=2):
 
 
 def turns(count):
-    """Two chunks that take turns in one context: a warning says that one reads nothing of the other."""
+    """Two chunks that alternate in one context: a warning reports that one does not depend on the other."""
     return (
         pytest.warns(RuntimeWarning, match="sync_fn: the result of layer") if count == 1 else contextlib.nullcontext()
     )
 
 
 def assert_left(*made):
-    """Something of every context has been in pinned memory."""
+    """Every context has used pinned memory."""
     assert all(context.offload_synchronizer.pinned_usage()["peak"] > 0 for context, _ in made)
 
 
@@ -205,7 +205,7 @@ def test_captured_layers(family, how, recipe, device):
     layers = build(family, how, device, made)
     capture(layers, [made], recipe, device, 1)
     same(train(layers, recipe, device, in_flight(1)), expected)
-    if (family, how) == ("LayerNormMLP", "plain"):  # others may keep nothing but the graph's input, which stays
+    if (family, how) == ("LayerNormMLP", "plain"):  # others may save only the input of the graph, which stays
         assert_left(made)
 
 
@@ -215,7 +215,7 @@ CHUNKS, MICROBATCHES, PER = 2, 4, LAYERS // 2
 
 
 def pipeline(passes=None):
-    """The order over captured passes, or over the layers themselves."""
+    """The order over captured callables, or over the layers themselves."""
 
     def run(layers, recipe, seed, device):
         given = {(c, m): x for c in range(CHUNKS) for m, x in enumerate(draw(device, seed + 10 * c, MICROBATCHES))}
@@ -278,7 +278,7 @@ def test_a_captured_pipeline(family, count, reuse, recipe, device):
 @every_recipe
 @every_case
 def test_the_memory_plan_counts_what_leaves(family, how, recipe, device):
-    """Byte by byte, the copies of weights that one step makes among them; the rest is as without."""
+    """Byte by byte, including the copies of weights that one step makes; other rows equal those without offload."""
     ((context, sync),) = contexts()
     stack = torch.nn.Sequential(*build(family, how, device, (context, sync)))
     statuses = ("kept", "offloaded", "recomputed", "parameter", "input")
@@ -288,7 +288,7 @@ def test_the_memory_plan_counts_what_leaves(family, how, recipe, device):
             plan = te.memory_plan(stack, draw(device, 0, 1)[0].requires_grad_())
         found = {status: plan.bytes_of(status) for status in statuses}
         on_the_host_anyway = (row for row in plan.rows if row.op == "checkpoint" and row.status == "offloaded")
-        found["offloaded"] -= sum(row.bytes for row in on_the_host_anyway)  # checkpoints' random states
+        found["offloaded"] -= sum(row.bytes for row in on_the_host_anyway)  # random states of checkpoints
         return found
 
     plan = planned()

@@ -30,7 +30,7 @@ class Layer(torch.nn.Module):
 
 
 class Run:
-    """The same calls on the same layers, with a context or without; gradients of each backward in order."""
+    """The same calls on the same layers, with a context or without; returns the gradients of each backward in order."""
 
     def __init__(self, layers, manual=None, context=None, sync=None):
         self.layers, self.context, self.sync, self.manual = layers, context, sync, manual
@@ -68,7 +68,7 @@ class Run:
             calls = ("start_offload_layer", "release_activation_forward_gpu_memory", "start_reload_layer")
             try:
                 getattr(self.manual, calls[argument % 3])(argument // 3 % len(self.layers))
-            except RuntimeError as error:  # in the wrong state, which changes nothing
+            except RuntimeError as error:  # in a wrong state, which changes nothing
                 assert "state" in str(error) or "no forward" in str(error)
 
 

@@ -84,8 +84,8 @@ def again(y):
 @pytest.mark.parametrize("keeps_its_result", [False, True])
 @pytest.mark.parametrize("write", [in_place, through_a_view, without_grad], ids=lambda write: write.__name__)
 def test_what_sync_returns_is_written_to(write, keeps_its_result, left, device):
-    """A layer that keeps its result: torch's refusal where the copy may not have left yet, and the right gradient where
-    it had. One that does not: the same bits as without offload."""
+    """A layer that saves its result: torch's refusal if it may not be offloaded yet, and the right gradient if it was.
+    A layer that does not: the same bits as without offload."""
 
     def layer(x):
         return torch.tanh(x * 3) if keeps_its_result else torch.tanh(x * 3) + x
@@ -139,7 +139,7 @@ def a_view_of_its_result(x):
 
 @pytest.mark.parametrize("layer", [itself, a_view, its_result, a_view_of_its_result], ids=lambda layer: layer.__name__)
 def test_others_hold_what_sync_returns(layer, device):
-    """A skipped layer, or a list of hidden states: whoever holds the tensor sees what is written to it, and so does the
+    """A skipped layer, or a list of hidden states: code that holds the tensor sees writes to it, and so does the
     graph."""
 
     def run(context, sync):
@@ -163,7 +163,7 @@ def test_sync_returns_what_it_is_given(device):
     with context:
         y = leaf
     assert sync(y) is leaf
-    with refused(RuntimeError, "leaf", "in-place"):  # torch's own, as without
+    with refused(RuntimeError, "leaf", "in-place"):  # torch's own error, as without offload
         sync(leaf).mul_(2)
     with context:
         y = leaf * 2
@@ -172,7 +172,7 @@ def test_sync_returns_what_it_is_given(device):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_the_schedule_where_results_are_written_to(view, device):
-    """A residual that is added in place: the next layer is the next one, and each comes back when it is reached."""
+    """A residual that is added in place: layers keep their order, and each is reloaded when the backward reaches it."""
     n, k = 4, 2
     context, sync = te.get_cpu_offload_context(True, k, n)
     numbers, reached, synchronizer = [], [], context.offload_synchronizer

@@ -50,13 +50,13 @@ def test_what_is_computed_waits_for_the_copy_back(left_out, small):  # noqa: F81
 
 @pytest.mark.gpu
 def test_copies_run_beside_what_is_computed(small):  # noqa: F811
-    """They are on streams of their own: the compute stream is done first, and nothing waits for the other."""
+    """They run on separate streams: the compute stream ends first, and neither waits for the other."""
     engines = Engines()
     state = OffloadableLayerState(engines=engines)
     t = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")  # 5 ms of the link
     saved = state.push_tensor(t)
     state.mark_ready([t])
-    warm = OffloadableLayerState(engines=engines)  # makes the pinned memory
+    warm = OffloadableLayerState(engines=engines)  # allocates the pinned memory
     kept = warm.push_tensor(t)
     warm.start_offload()
     warm.release_activation_forward_gpu_memory()
@@ -70,5 +70,5 @@ def test_copies_run_beside_what_is_computed(small):  # noqa: F811
     copied.record(d2h)
     computed.record()
     torch.cuda.synchronize()
-    assert copied.elapsed_time(computed) > 0  # the mark lay before the sleep
+    assert copied.elapsed_time(computed) > 0  # the mark was set before the sleep
     state.pop_tensor(saved)

@@ -283,7 +283,7 @@ def test_a_capture_within_a_capture_of_another_thread():
     module = Waits("cpu", elsewhere)
     capture(module)
     assert inside and len(inside) == len(found) and not is_graph_capturing()
-    assert list(module.forward.forward_graph.events) == [module.event]
+    assert list(module.forward.record.forward_graph.events) == [module.event]
 
 
 def test_captures_of_many_threads_know_of_one_another():

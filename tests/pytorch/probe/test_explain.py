@@ -44,7 +44,7 @@ def test_frozen_weights_have_no_product(device):
 
 
 def test_a_backward_that_recomputes_keeps_the_names(device):
-    """Unpacking what a checkpoint kept runs modules, in the middle of the backward of another one."""
+    """Unpacking tensors of a checkpoint runs modules, in the middle of the backward of another module."""
     inner = torch.nn.Sequential(mlp(device), te.Linear(64, 64, device=device, params_dtype=torch.bfloat16))
 
     class Checkpointed(torch.nn.Module):
@@ -132,7 +132,7 @@ def test_why_not_faster():
 @pytest.mark.gpu
 @pytest.mark.parametrize("ffn", [128, 127])
 def test_the_kernels_that_ran_are_those_it_names(ffn):
-    """forward_kernel<..., width> is instantiated with 8 elements a thread on the wide path and 1 otherwise."""
+    """forward_kernel<..., width> is instantiated with 8 elements per thread on the wide path, and 1 otherwise."""
     module, x = mlp("cuda", ffn=ffn), randn(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     ((path, _, _),) = paths(te.explain(module, x), "activation_fwd")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

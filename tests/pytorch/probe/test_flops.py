@@ -50,7 +50,7 @@ MODULES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_step_counts_its_products(device, name, recipe):
-    """Two operations for each multiplication, three products for each one of the forward."""
+    """Two operations for each multiplication, three GEMMs for each one of the forward."""
     build, products = MODULES[name]
     module, x = build(device=device), randn(ROWS, HIDDEN, device=device)
     made = None if recipe is None else RECIPES[recipe]()
@@ -66,7 +66,7 @@ def test_a_step_counts_its_products(device, name, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tensor", [False, True], ids=["list", "tensor"])
 def test_groups(device, tensor, recipe):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # what takes splits on a GPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # modules with splits on a GPU
     module = te.GroupedLinear(3, HIDDEN, 24, params_dtype=dtype, device=device)
     x = randn(ROWS, HIDDEN, dtype=dtype, device=device)
     splits = torch.tensor([5, 0, 7], device=device) if tensor else [5, 0, 7]
@@ -81,7 +81,7 @@ def test_groups(device, tensor, recipe):
 
 
 def test_a_layer_counts_as_plain_torch(device):
-    """But for the attention's own products, of which torch knows those of its GPU backends alone."""
+    """Except the products of attention, of which torch counts only those of its GPU backends."""
     layer = te.TransformerLayer(HIDDEN, FFN, 2, hidden_dropout=0.0, attention_dropout=0.0, device=device)
     x = randn(6, 2, HIDDEN, device=device)
     products = 2 * HIDDEN * FFN + 4 * HIDDEN * HIDDEN
@@ -110,7 +110,7 @@ def test_a_loss_and_products_by_name(device):
 
 @pytest.mark.usefixtures("fp8_left_off")
 def test_what_a_dispatch_mode_cannot_see_is_refused(device):
-    """By name, as under every one, and counts nothing."""
+    """It is refused by name, as under every mode, and counts nothing."""
     x = randn(ROWS, HIDDEN, device=device)
     with FlopCounterMode(display=False) as counter:
         with refused(NotImplementedError, "delayed scaling", "plain tensors in eager mode"):
@@ -145,7 +145,7 @@ def test_another_thread_is_not_counted(device):
 
 @pytest.mark.parametrize("first", ["torch.utils.flop_counter", "transformer_engine.pytorch"])
 def test_the_counter_may_be_imported_first_or_last(first):
-    """And is not imported for nothing: it brings Triton along."""
+    """It is not imported without need, since it imports Triton."""
     code = f"import sys, {first}\n"
     if first.startswith("transformer"):
         code += "assert 'torch.utils.flop_counter' not in sys.modules and 'triton' not in sys.modules\n"

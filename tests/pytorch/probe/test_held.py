@@ -19,7 +19,7 @@ HIDDEN, FFN, TOKENS = 32, 56, (6, 2)
 
 
 class Hooked(torch.nn.Module):
-    """A layer with hooks of its own around it."""
+    """A layer with saved-tensor hooks around it."""
 
     def __init__(self, hooks, inner=None):
         super().__init__()
@@ -31,14 +31,14 @@ class Hooked(torch.nn.Module):
 
 
 class Box:
-    """What a hook made, in an attribute of its own."""
+    """The result of a hook, which holds a tensor in an attribute."""
 
     def __init__(self, t):
         self.held = [t]
 
 
 def by_table():
-    """Hooks that keep tensors in a table of theirs, and give the graph numbers."""
+    """Hooks that keep tensors in their own table, and return numbers to the graph."""
     table = []
 
     def pack(t):
@@ -88,11 +88,11 @@ def test_hooks_that_keep_what_they_are_given(name):
 
 
 def test_hooks_that_make_something_else():
-    """Half of the bytes, or copies that the hooks' own table has."""
+    """Half of the bytes, or copies in the table of the hooks."""
     x = sample()
     kept = plan_of(torch.enable_grad, x).rows
     halved = plan_of(lambda: saved_tensors_hooks(lambda t: (t.dtype, t.half()), lambda p: p[1].to(p[0])), x)
-    # Every tensor is packed, parameters and the input too, and is a tensor of its own then.
+    # Every tensor is packed, also parameters and the input, and is a separate tensor then.
     assert halved.kept_bytes == sum(row.bytes for row in kept if row.status != "recomputed") // 2
     assert {row.op for row in halved.rows if row.status == "kept"} == {"saved-tensor hook"}
     assert all(row.why and row.recompute for row in halved.rows)
@@ -122,12 +122,12 @@ def test_hooks_inside_of_hooks_and_of_the_caller():
 
     with saved_tensors_hooks(lambda t: (outer.append(t), t)[1], lambda t: t):
         plan = te.memory_plan(Both(), x)
-    assert plan.kept_bytes == 2 * want + 2 * x.nbytes  # silu's input, and its result, which is no input of the plan's
+    assert plan.kept_bytes == 2 * want + 2 * x.nbytes  # the input of silu, and its result
     assert outer == []
 
 
 def test_hooks_are_as_before():
-    """Nothing stays watched, an error inside included; another thread's hooks are not this plan's."""
+    """Hooks are not watched afterwards, also after an error; hooks of another thread are not part of this plan."""
     enter = saved_tensors_hooks.__enter__
 
     class Fails(torch.nn.Module):
@@ -196,7 +196,7 @@ WAYS = {
 
 
 def live_bytes(call):
-    """What is alive behind it, less its result."""
+    """The bytes allocated after it, without its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         y = call()
     events = measured.profiler.kineto_results.events()
@@ -205,9 +205,9 @@ def live_bytes(call):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_what_a_checkpoints_function_holds(name):
-    """The tensor that it closes over, its arguments, the random states: as much as the allocator says."""
+    """The tensor in its closure, its arguments, the random states: as many bytes as the allocator reports."""
     module, x = Checkpointed(WAYS[name]), sample()
-    module(x)  # what is made once
+    module(x)  # one-time allocations
     plan = te.memory_plan(module, x)
     states = 0 if "no states" in name else torch.get_rng_state().nbytes
     if states and name.startswith("te") and torch.cuda.is_available():
@@ -228,7 +228,7 @@ def test_attention_that_recomputes_itself():
 
 
 def test_selective_checkpoints():
-    """They keep what their policy names besides."""
+    """They also keep the tensors that their policy selects."""
     keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.te.linear_fwd.default])
     bare = Checkpointed(functools.partial(te.checkpoint, use_reentrant=False))
     module, x = Checkpointed(functools.partial(te.checkpoint, use_reentrant=False, context_fn=keep)), sample()

@@ -31,7 +31,8 @@ MODULES = {
 
 
 def hooked_bytes(module, *sample):
-    """The targets' definition, by hooks of our own: distinct storages, less parameters and the module's input."""
+    """The definition of the target, measured by hooks of the test: distinct storages, without parameters and the
+    input."""
     with saved_tensors() as kept:
         out = module(*sample)
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *sample)}
@@ -60,7 +61,7 @@ def test_equals_the_hooks(device, name, frozen):
 
 
 def test_case_14_to_the_byte(device):
-    """RMSNorm SwiGLU MLP: norm output and pre-activation, and four bytes a row; recomputing leaves less."""
+    """RMSNorm SwiGLU MLP: norm output and pre-activation, and four bytes a row; less with recomputation."""
     rows, size = TOKENS[0] * TOKENS[1], 2
     x = randn(*TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
     built = {name: MODULES[name](device=device, params_dtype=torch.bfloat16) for name in MODULES}
@@ -101,7 +102,7 @@ def test_names_say_which_module(device):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_meta_device_has_the_same_plan(name):
-    """Storages there have no address to tell them apart."""
+    """Storages on the meta device have no distinct addresses."""
 
     def plan(device):
         module = MODULES[name](device=device)
@@ -114,7 +115,7 @@ def test_the_meta_device_has_the_same_plan(name):
 
 
 def test_names_survive_memory_that_is_used_again():
-    """A kept tensor that lies where an earlier one, told of and dropped, was."""
+    """A saved tensor at the address of an earlier one that was recorded and freed."""
 
     class Drops(torch.nn.Module):
         def __init__(self):
@@ -141,7 +142,7 @@ def test_graphs_that_the_forward_drops_are_not_kept():
                 self.mlp(x)
             return Result(self.mlp(x))
 
-    class Result:  # nothing that can be looked into
+    class Result:  # no contents that can be inspected
         def __init__(self, y):
             self.y = y
 
@@ -177,7 +178,7 @@ def test_sparse_tensors_are_listed_by_their_parts(layout):
         def forward(self, x):
             return torch.sparse.mm(self.matrix, x)
 
-    matrix = torch.eye(4).to_sparse(layout=layout)  # of COO a coalesced one
+    matrix = torch.eye(4).to_sparse(layout=layout)  # of COO tensors a coalesced one
     plan = te.memory_plan(Product(matrix), randn(4, 3, requires_grad=True))
     sizes = [part.untyped_storage().nbytes() for part in (getattr(matrix, name)() for name in LAYOUTS[layout])]
     rows = [row for row in plan.rows if row.name == "matrix"]
@@ -223,7 +224,7 @@ def test_an_error_inside_leaves_nothing_behind(device):
     ids=str,
 )
 def test_the_optimizers_state_is_listed_when_asked(device, options, bytes_beside, scaled):
-    """Each storage once; FusedAdam's scales of states too, 8 bytes for each."""
+    """Each storage once; also the scales of FusedAdam's states, 8 bytes each."""
     module, x = mlp(device=device, params_dtype=torch.bfloat16), randn(*TOKENS, HIDDEN, device=device).bfloat16()
     optimizer = te.optimizers.FusedAdam(module.parameters(), **options)
     assert te.memory_plan(module, x, optimizer=optimizer).bytes_of("optimizer") == 0

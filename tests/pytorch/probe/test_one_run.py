@@ -24,7 +24,7 @@ class Stop(Exception):
 
 
 class Stage(torch.nn.Module):
-    """A product and what a call of it moves: a running sum in place, a count put anew, random numbers."""
+    """A GEMM, and state that a call changes: a running sum in place, a replaced count, random numbers."""
 
     def __init__(self, tracker=None, fails=False):
         super().__init__()
@@ -54,7 +54,7 @@ class Stage(torch.nn.Module):
 @pytest.mark.parametrize("probe", PROBES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_lives_on(probe, fails):
-    """Nodes are C++ objects that the garbage collector cannot look into: one cycle through them is there for good."""
+    """Nodes are C++ objects that the garbage collector cannot traverse: a cycle through them is never freed."""
     module = torch.nn.Sequential(te.LayerNormMLP(8, 16, device="cpu"), Stage(fails=fails))
     x = randn(5, 8, requires_grad=True)
     alive = weakref.ref(module), weakref.ref(x), weakref.ref(module[0].fc1_weight)
@@ -117,7 +117,7 @@ def test_buffers_and_random_states_are_as_before(probe, fails):
 
 
 class OwnTracker:
-    """A tracker that only its owner knows, with the four methods that modules are told of."""
+    """A tracker of the user, with the four methods that modules call."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def test_a_tracker_of_the_callers_own_is_as_before(probe, fails):
     before = tracker.get_states()["own"]
     q = randn(4, 1, 2, 4, requires_grad=True)
     attention(q, q, q)
-    assert not torch.equal(tracker.get_states()["own"], before)  # it is drawn from
+    assert not torch.equal(tracker.get_states()["own"], before)  # numbers are drawn from it
     before = tracker.get_states()["own"]
     probe(attention, q, q, q)
     assert_same_bits(tracker.get_states()["own"], before)
@@ -161,7 +161,7 @@ def test_a_tracker_of_the_callers_own_is_as_before(probe, fails):
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_a_graph_made_before_still_has_its_backward(probe):
-    """It keeps the buffer `total`, which the probe's run writes into; and the probe's sample comes from it."""
+    """Its graph saves the buffer `total`, which the probing run writes; and it produces the sample of the probe."""
     module, x = Stage(), randn(5, 8, requires_grad=True)
     module.norm.eval()
     y = module(x)
@@ -214,7 +214,7 @@ def test_a_reentrant_checkpoint_is_explained_and_gradients_stay(checkpoint, opti
         assert p.grad is grad and (grad is None or grad.eq(float(i)).all())
     assert hooks == [(dict(p._backward_hooks), dict(p._post_accumulate_grad_hooks)) for p in grads]
     module.fails = False
-    module(x).sum().backward()  # the caller's graph is whole, and the hooks run again
+    module(x).sum().backward()  # the caller's graph is intact, and the hooks run again
     assert len(ran) == 2 * len(grads)
 
 
@@ -253,7 +253,7 @@ def test_a_compiled_part_is_refused_by_name(probe):
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("probe", PROBES)
 def test_training_under_delayed_scaling_is_as_without_probes(probe, primary, fails):
-    """Before the modules' own call in an autocast, behind it, and alone; under another history length too."""
+    """Before the call of the modules in an autocast, after it, and without one; also with another history length."""
     recipe, shorter = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=2, margin=1)
 
     class Model(torch.nn.Sequential):

@@ -58,29 +58,29 @@ def test_nothing_tuned_is_nothing_to_save(tmp_path):
 
 def broken_tables():
     problem = table()["problems"][0]
-    yield "", "is no table"
-    yield "{", "is no table"
-    yield b"\xff\xfe".decode("latin1"), "is no table"
-    yield [], "is no table"
-    yield {}, "is no table"
+    yield "", "was not written by"
+    yield "{", "was not written by"
+    yield b"\xff\xfe".decode("latin1"), "was not written by"
+    yield [], "was not written by"
+    yield {}, "was not written by"
     yield table(format="something else"), "its format is 'something else'"
-    yield table(problems=3), "is no table"
-    yield table(problems=[{}]), "is no table"
-    yield table(problems=[problem | {"algorithm": "00"}]), "of another shape"
-    yield table(problems=[problem | {"algorithm": "zz"}]), "is no table"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"more": 1}}]), "of another shape"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"dtype": 2}}]), "a dtype that no product takes"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"d_dtype": 6}}]), "a dtype that no product takes"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"a_scaling": 3}}]), "a scaling that no product"
+    yield table(problems=3), "was not written by"
+    yield table(problems=[{}]), "was not written by"
+    yield table(problems=[problem | {"algorithm": "00"}]), "wrong fields or length"
+    yield table(problems=[problem | {"algorithm": "zz"}]), "was not written by"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"more": 1}}]), "wrong fields or length"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"dtype": 2}}]), "a dtype that no GEMM accepts"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"d_dtype": 6}}]), "a dtype that no GEMM accepts"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"a_scaling": 3}}]), "a scaling that no GEMM"
     yield table(problems=[problem | {"problem": problem["problem"] | {"layout": 3}}]), "a layout or an epilogue"
-    yield table(problems=[problem | {"problem": problem["problem"] | {"rows": "many"}}]), "is no table"
-    yield table(cublaslt=None), "is no table"
+    yield table(problems=[problem | {"problem": problem["problem"] | {"rows": "many"}}]), "was not written by"
+    yield table(cublaslt=None), "was not written by"
 
 
 @pytest.mark.parametrize(("content", "why"), list(broken_tables()))
 def test_a_broken_table_is_named_and_not_loaded(tmp_path, content, why):
     path = write(tmp_path / "table.json", content)
-    with pytest.raises(ValueError, match=r"tune.load: '.*table.json' is no table that te.tune.save wrote") as error:
+    with pytest.raises(ValueError, match=r"tune.load: '.*table.json' was not written by te.tune.save") as error:
         te.tune.load(path)
     assert why in str(error.value)
     with pytest.raises(RuntimeError, match="nothing was tuned"):
@@ -94,7 +94,7 @@ def test_a_missing_table_is_named(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 def test_a_good_table_needs_a_gpu(tmp_path):
-    with pytest.raises(RuntimeError, match=r"tune\.load: there is no CUDA device here"):
+    with pytest.raises(RuntimeError, match=r"tune\.load: there is no CUDA device"):
         te.tune.load(write(tmp_path / "table.json", table()))
 
 
@@ -167,8 +167,8 @@ def test_tuned_products_keep_their_bounds_and_repeat_their_bits(layer):
     xd, dyd = x.detach().double(), dy.double()
     exact = [xd @ w.T + b, dyd @ w, dyd.T @ xd, dyd.sum(0)]
     sizes = [xd.abs() @ w.abs().T + b.abs(), dyd.abs() @ w.abs(), dyd.abs().T @ xd.abs(), dyd.abs().sum(0)]
-    # As the tests of gemm: 2 u a term (tensor cores truncate), depth at most 768; and the store's half unit, twice
-    # where cuBLASLt rounds before the bias.
+    # As in the tests of gemm: 2 u per term (tensor cores truncate), K at most 768; and half a unit for the store, twice
+    # if cuBLASLt rounds before the bias.
     for got, old, want, size in zip(tuned, untuned, exact, sizes, strict=True):
         bound = 2 * 768 * 2.0**-24 * size + 2 * 2.0**-8 * want.abs() + 1e-30
         assert ((got.double() - want).abs() <= bound).all()
@@ -177,7 +177,7 @@ def test_tuned_products_keep_their_bounds_and_repeat_their_bits(layer):
 
 @pytest.mark.gpu
 def test_a_tuned_product_runs_what_was_chosen(layer):
-    """With the slowest candidate chosen by hand, the product's time follows."""
+    """With the slowest candidate chosen by hand, the GEMM takes its time."""
     module, x = te.Linear(4096, 4096, bias=False, device="cuda", params_dtype=torch.bfloat16), None
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     _C.tune_start()

@@ -1,4 +1,4 @@
-# A client of the door for saved tensors that takes float32 tensors above a size, for its suites. No test is here.
+# A StorageHandler that takes float32 tensors above a size, for the tests of saved-tensor hooks. No test is here.
 import torch
 from support import assert_same_bits
 from torch.autograd.graph import saved_tensors_hooks
@@ -7,7 +7,7 @@ from transformer_engine.pytorch import saved as door
 
 
 class Copied(door.PackedStorage):
-    """A storage whose bytes are copied when its client says so, and put back into memory of their own."""
+    """A storage whose bytes are copied when its handler offloads, and restored into separate memory."""
 
     status, back = "copied", "nothing: it was copied"
     copy = None
@@ -44,7 +44,7 @@ class Toy(door.StorageHandler):
 
 
 class Noted:
-    """Hooks that are not ours, which note what they pack and unpack."""
+    """Foreign hooks that record the tensors that they pack and unpack."""
 
     def __init__(self):
         self.packed, self.unpacked = [], 0

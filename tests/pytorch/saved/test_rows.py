@@ -49,7 +49,7 @@ def test_rows_end_with_the_memory(device):
     counter = one(device)
     for _ in range(4):
         t = torch.zeros(1000, device=device)
-        assert door.live_rows(t) is None  # which may well lie where the last one did
+        assert door.live_rows(t) is None  # which may lie at the address of the last one
         door.mark_pageable(t, counter)
         del t
 

@@ -17,7 +17,7 @@ from transformer_engine.pytorch import saved as door
 from ..offload.cases import small  # noqa: F401
 from .cases import Copied, Noted, Toy, same
 
-pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
+pytestmark = pytest.mark.usefixtures("small")  # offload takes tensors of 64 elements and more
 
 
 class Mixed(torch.nn.Module):
@@ -84,7 +84,7 @@ def test_parameters_and_what_is_marked_are_not_offered(device):
 
 @pytest.mark.parametrize("order", ["inside", "around"])
 def test_beside_offload(order, device):
-    """Inside: the client has the large float32 ones, offload what is left. Around: offload has whatever is large."""
+    """Inside: the handler takes the large float32 tensors, offload the others. Around: offload takes all large ones."""
     module, x, toy = Mixed(device), given(device), Toy(50 if order == "inside" else 0)
     expected = plain(module, x)
     context, sync = te.get_cpu_offload_context(True, 1, 2)
@@ -107,7 +107,7 @@ def test_beside_offload(order, device):
 
 
 def test_contexts_within_contexts(device):
-    """The innermost is asked first, each one next to it for the rest, and hooks that are not ours last."""
+    """The innermost context comes first, each outer one gets the rest, and foreign hooks come last."""
     module, x = Mixed(device), given(device)
     expected = plain(module, x)
     inner, middle, outer, noted = Toy(50), Toy(1000), Toy(0), Noted()
@@ -151,7 +151,7 @@ def test_what_lies_in_an_outer_context_is_fetched_before_any_of_it_is_read(devic
 
 
 def test_hooks_in_between_are_the_last_that_are_asked(device):
-    """As torch has it: they keep all from what lies around them."""
+    """As in torch: they hide all tensors from contexts around them."""
     module, x, toy, around, noted = Mixed(device), given(device), Toy(50), Toy(0), Noted()
     expected = plain(module, x)
     with door.Hooks(around), noted.hooks(), door.Hooks(toy):
@@ -199,8 +199,8 @@ def test_what_a_take_raises_is_raised_by_the_operation(device):
     with door.Hooks(toy):
         with refused(MemoryError, "no page is left"), door.Hooks(failing):
             module(x)
-        gc.collect()  # what the traceback held
-        assert failing.all and not failing.taken  # the graph is gone
+        gc.collect()  # freed with the traceback
+        assert failing.all and not failing.taken  # the graph is freed
         y = module(x)
     assert top() is None
     toy.leave()
@@ -236,7 +236,7 @@ def test_nothing_is_held_by_a_cycle(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside(reentrant, device):
-    """It saves nothing there but what it begins with; its second run, in the backward, is offered to nobody."""
+    """Its first run saves only its inputs; its second run, in the backward, is offered to no handler."""
     module, x, toy = Mixed(device), given(device), Toy()
     expected = plain(module, x)
     for run in (torch.utils.checkpoint.checkpoint, te.checkpoint):

@@ -13,7 +13,7 @@ from transformer_engine.pytorch import saved as door
 from ..offload.cases import small  # noqa: F401
 from .cases import Noted, Toy, same
 
-pytestmark = pytest.mark.usefixtures("small")  # tensors of 64 elements and more are offload's
+pytestmark = pytest.mark.usefixtures("small")  # offload takes tensors of 64 elements and more
 
 
 @pytest.mark.parametrize("how", ["kept", "taken", "gone"])
@@ -22,13 +22,13 @@ def test_versions(how, device):
     x = randn(20, device=device, requires_grad=True)
     with door.Hooks(toy):
         y = x.sin()
-        z = y.exp()  # keeps its result
+        z = y.exp()  # saves its result
     if how == "gone":
         toy.leave()
     expected = z.detach().clone()
     with torch.no_grad():
         z.mul_(2)
-    if how == "gone":  # what was copied is right
+    if how == "gone":  # the copy is right
         assert_same_bits(torch.autograd.grad(z, y, torch.ones_like(z))[0], expected)
         return
     with refused(RuntimeError, "pop_tensor", "float32 [20]", "is at version 1, and was saved at version 0", "Clone"):
@@ -47,7 +47,7 @@ def test_a_resized_storage(taken, device):
 
 
 class Keeps(torch.autograd.Function):
-    """Keeps what it is given and hands out what comes back."""
+    """Saves its arguments and returns the unpacked tensors."""
 
     @staticmethod
     def forward(ctx, back, x, *kept):
@@ -89,7 +89,7 @@ def test_views_of_one_storage_are_taken_once(leaves, device):
 
 def test_memory_that_was_let_go_is_not_taken_for_a_later_one(device):
     toy, values, graphs = Toy(), [], []
-    for i in range(4):  # an allocator hands the same address out again
+    for i in range(4):  # an allocator reuses the address
         t = torch.full((1000,), float(i), device=device)
         back, x = [], torch.ones(1, requires_grad=True)
         with door.Hooks(toy):

@@ -1,5 +1,8 @@
-"""Offload of saved activations to pinned host memory, layer by layer, on streams of their own: gradients keep their
-bits. It offloads no weights and no optimizer states."""
+"""Offloads saved activations to pinned host memory, layer by layer, on separate streams.
+
+- Gradients keep their bits.
+- Weights and optimizer states are not offloaded.
+"""
 
 from transformer_engine.pytorch.cpu_offload.context import OffloadContext as OffloadContext
 from transformer_engine.pytorch.cpu_offload.context import get_cpu_offload_context as get_cpu_offload_context

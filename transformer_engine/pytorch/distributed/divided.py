@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.distributed.groups import check_agreement, check_device, ranks_of
-from transformer_engine.pytorch.saved.context import Hooks, StorageHandler
-from transformer_engine.pytorch.saved.standing import PackedStorage
+from transformer_engine.pytorch.saved import Hooks, PackedStorage, StorageHandler
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

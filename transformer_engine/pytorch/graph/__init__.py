@@ -1,4 +1,4 @@
-"""CUDA graphs around parts of a model: capture, replay, and the flags and states that clients handle themselves."""
+"""CUDA graphs around parts of a model: capture, replay, and the flags and states that clients manage themselves."""
 
 from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing as is_graph_capturing
 from transformer_engine.pytorch._internal.capture_flag import set_capture_end as set_capture_end

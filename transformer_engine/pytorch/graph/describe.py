@@ -1,4 +1,8 @@
-"""Values in the words of an error: a tensor by its form, anything else by a repr of bounded length. Raises nothing."""
+"""Formats values for error messages: a tensor by dtype, shape, strides and device, other values by a short repr.
+
+- Nothing here raises.
+- A repr has a bounded length.
+"""
 
 import reprlib
 import sys
@@ -6,23 +10,23 @@ import sys
 import torch
 
 OP = "make_graphed_callables"
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes whose memory is their own; that of others may lie elsewhere
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # other classes may hold their values in other tensors
 
 
-def form_of(t: torch.Tensor) -> str:
+def describe_tensor(t: torch.Tensor) -> str:
     grad = ", requires_grad" if t.requires_grad else ""
     if t.is_nested or t.layout is not torch.strided:
         return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor of {t.dtype}{grad}"
     return f"{t.dtype} {list(t.shape)} with strides {list(t.stride())} on {t.device}{grad}"
 
 
-def name_of(module: object, index: int) -> str:
+def callable_name(module: object, index: int) -> str:
     named = type(module) if isinstance(module, torch.nn.Module) else module
     return f"callable {index} ({getattr(named, '__name__', type(module).__name__)})"
 
 
 def is_numpy(value: object) -> bool:
-    numpy = sys.modules.get("numpy")  # not imported: nothing of it can be here
+    numpy = sys.modules.get("numpy")  # not imported here: if numpy is not loaded, no value can come from it
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
@@ -34,10 +38,10 @@ class _Repr(reprlib.Repr):
 
     def repr1(self, x: object, level: int) -> str:
         if isinstance(x, torch.Tensor):
-            return f"a tensor, {form_of(x)}"
+            return f"a tensor, {describe_tensor(x)}"
         if is_numpy(x) and x.size > 16:
             return f"an array of {x.dtype} {list(x.shape)}"
         return super().repr1(x, level)
 
 
-shown = _Repr().repr
+short_repr = _Repr().repr

@@ -1,1 +1,1 @@
-"""What looks at a module by running it: te.explain, te.memory_plan, te.tune, and the run and undo that they share."""
+"""Tools that run a module to inspect it: te.explain, te.memory_plan, te.tune, and the run that they share."""

@@ -1,5 +1,7 @@
-"""te.explain: the path that each op of a module takes, and why not a faster one. It reports what a run did; it predicts
-nothing."""
+"""te.explain: the path that each op of a module takes, and why it does not take a faster one.
+
+- It reports a run, and predicts nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from transformer_engine.pytorch.probe.one_run import recording, run_with_gradien
 
 @dataclass(frozen=True)
 class Path:
-    """calls: how often the op took this path, forward and backward together. why_not_faster: '' where nothing is."""
+    """calls: how often the op took this path, forward and backward together. why_not_faster: '' if no path is
+    faster."""
 
     module: str
     op: str
@@ -38,11 +41,11 @@ class Explanation:
 def explain(module: torch.nn.Module, *sample: object, **options: object) -> Explanation:
     """Runs module(*sample, **options) and its backward once and lists which path each op took.
 
-    Without a sample, one of 16 tokens is made for our modules that have in_features or hidden_size. Paths depend on
-    shapes, strides and alignment: pass what you train with. Gradients go nowhere: .grad, main_grad, what waits for
-    backward_dw(), buffers and the random states are as before afterwards; hooks on parameters and the sample do not
-    run (but for DistributedDataParallel's, where a reentrant checkpoint is inside: no_sync() quiets them).
-    Errors: TypeError for something that is not a module, has a compiled part, or whose input is not known.
+    Without a sample, one of 16 tokens is made for modules of this library that have in_features or hidden_size. Paths
+    depend on shapes, strides and alignment: pass a sample as in training. Gradients are discarded: .grad, main_grad,
+    delayed weight gradients, buffers and random states are the same afterwards. Hooks on parameters and the sample do
+    not run (except those of DistributedDataParallel with a reentrant checkpoint inside; no_sync() disables them).
+    Errors: TypeError for a value other than a module, a module with a compiled part, or one whose input is unknown.
     """
     with recording("explain", module) as (record, _):
         if not (sample or options):

@@ -1,6 +1,9 @@
-"""What a graph holds beside the tensors that it saves: what saved-tensor hooks inside of a module have packed, and the
-tensors of functions that run in the backward (checkpoints' and hooks') and on the ctx of autograd functions. It finds
-them; te.memory_plan says what they are."""
+"""Finds the tensors that an autograd graph holds without saving them, for te.memory_plan.
+
+- Objects that saved-tensor hooks inside of the module packed.
+- Tensors of functions that run in the backward: those of checkpoints and of hooks.
+- Tensors on the ctx of autograd functions.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ _CONTAINERS = list, tuple, set, frozenset, deque
 
 
 class Inner:
-    """What a saved-tensor hook inside of the module made of a tensor: it lives as long as the graph wants it. unpack:
-    the other half of the hooks, which may hold tensors too. place, device: of the tensor that was saved."""
+    """The result of a pack hook inside of the module; it lives as long as the graph holds it. unpack: the unpack hook,
+    which may hold tensors too. device: of the saved tensor."""
 
     __slots__ = ("__weakref__", "device", "module", "packed", "unpack")
 
@@ -34,8 +37,8 @@ class Inner:
 
 @contextmanager
 def inner_hooks_seen(label: Callable[[], str]) -> Iterator[list[weakref.ref[Inner]]]:
-    """Gets what hooks that this thread enters inside have packed. torch asks the innermost hooks alone, so hooks around
-    them are told of nothing."""
+    """Yields a list of the objects that hooks packed which this thread enters inside. torch calls only the innermost
+    hooks, so hooks around them cannot see these tensors."""
     seen: list[weakref.ref[Inner]] = []
     thread, enter = threading.get_ident(), saved_tensors_hooks.__enter__
 
@@ -44,12 +47,12 @@ def inner_hooks_seen(label: Callable[[], str]) -> Iterator[list[weakref.ref[Inne
             return enter(hooks)
         pack, unpack = hooks.pack_hook, hooks.unpack_hook
 
-        def pack_and_tell(t: torch.Tensor) -> Inner:
+        def pack_and_record(t: torch.Tensor) -> Inner:
             inner = Inner(label(), t, pack(t), unpack)
             seen.append(weakref.ref(inner))
             return inner
 
-        return enter(saved_tensors_hooks(pack_and_tell, lambda inner: unpack(inner.packed)))
+        return enter(saved_tensors_hooks(pack_and_record, lambda inner: unpack(inner.packed)))
 
     saved_tensors_hooks.__enter__ = watched
     try:
@@ -59,15 +62,15 @@ def inner_hooks_seen(label: Callable[[], str]) -> Iterator[list[weakref.ref[Inne
 
 
 class Held(NamedTuple):
-    """A tensor that something holds, by the name that it has there."""
+    """A tensor that an object holds, and its name there."""
 
     name: str
     tensor: torch.Tensor
 
 
 def held_by(name: str, root: object) -> list[Held]:
-    """The tensors that a function, a container or what a hook packed holds: not those of modules, of trackers and of
-    other objects that live by themselves."""
+    """The tensors that a function, a container or a packed object holds, except those of modules, trackers and other
+    objects that live independently of the graph."""
     found, seen, todo = [], set(), [(name, root)]
     while todo:
         name, value = todo.pop()
@@ -77,12 +80,12 @@ def held_by(name: str, root: object) -> list[Held]:
         if isinstance(value, torch.Tensor):
             found.append(Held(name, value))
         else:
-            todo += _inside(name, value, value is root)
+            todo += _contents(name, value, value is root)
     return found
 
 
-def _inside(name: str, value: object, whole: bool) -> Iterable[tuple[str, object]]:
-    """What is one step further in. whole: an object of whatever class is looked into."""
+def _contents(name: str, value: object, any_class: bool) -> Iterable[tuple[str, object]]:
+    """The contents of a value, with names. any_class: inspect an object of any class."""
     if isinstance(value, (torch.nn.Module, type)) or hasattr(value, "get_states"):
         return ()
     if isinstance(value, Mapping):
@@ -99,7 +102,7 @@ def _inside(name: str, value: object, whole: bool) -> Iterable[tuple[str, object
         return [(name, value.func), (name, value.args), *value.keywords.items()]
     if isinstance(value, Snapshot):
         return [("random state", part) for part in vars(value).values()]
-    if whole or type(value).__module__.startswith(("torch.utils.checkpoint", "transformer_engine.")):
+    if any_class or type(value).__module__.startswith(("torch.utils.checkpoint", "transformer_engine.")):
         slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
         own = {slot: getattr(value, slot) for slot in slots if slot != "__weakref__" and hasattr(value, slot)}
         return (own | getattr(value, "__dict__", {})).items()

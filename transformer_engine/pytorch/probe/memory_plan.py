@@ -1,5 +1,7 @@
-"""te.memory_plan: what a module keeps for backward, tensor by tensor, as saved-tensor hooks see it. It measures one
-forward pass; it estimates nothing."""
+"""te.memory_plan: the tensors that a module saves for the backward, as saved-tensor hooks see them.
+
+- It measures one forward, and estimates nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ from transformer_engine.pytorch.saved import observed
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One storage. status: 'kept'; 'parameter' (one, or its FP8 copy) or 'input' (there in any case); 'offloaded' (in
-    host memory until the backward); 'recomputed' (not kept; the backward recomputes it); 'optimizer' (a state that
-    it keeps of a parameter); 'arena' (where layers over a group receive: distributed.comm_usage counts it, and it does
-    not grow with the number of layers). bytes: the storage's, of a recomputed one what keeping it would take."""
+    """One storage. status: 'kept'; 'parameter' (or its FP8 copy) or 'input', which exist in any case; 'offloaded' (in
+    host memory until the backward); 'recomputed' (not kept; the backward recomputes it); 'optimizer' (an optimizer
+    state of a parameter); 'arena' (receive buffers of layers over a group: distributed.comm_usage counts them, and they
+    do not grow with the number of layers). bytes: of the storage, or those that keeping a recomputed one would need."""
 
     module: str
     op: str
@@ -42,8 +44,8 @@ class SavedTensor:
 
 
 class MemoryPlan:
-    """rows: a SavedTensor for each storage; kept_bytes counts those that are neither parameters nor inputs, and stay on
-    the device."""
+    """rows: a SavedTensor for each storage. kept_bytes: of those on the device that are neither parameters nor
+    inputs."""
 
     def __init__(self, rows: list[SavedTensor]) -> None:
         self.rows = rows
@@ -62,7 +64,7 @@ class MemoryPlan:
             note = notes.setdefault((r.why, r.recompute), len(notes) + 1)
             shape = "x".join(map(str, r.shape)) or "-"
             cells.append((r.module, r.op, _short(r.name), shape, r.dtype, r.bytes, r.status, f"[{note}]"))
-        reasons = [f"[{note}] {why}; recomputing it costs: {again}" for (why, again), note in notes.items()]
+        reasons = [f"[{note}] {why}; recomputing it costs: {cost}" for (why, cost), note in notes.items()]
         known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer", "arena")
         statuses = dict.fromkeys((*known, *(row.status for row in self.rows)))
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
@@ -74,14 +76,14 @@ class MemoryPlan:
 
 
 def _short(name: str) -> str:
-    """Of several parameters that share a storage the first, where all of them are too many."""
+    """Shortens a long list of parameters that share a storage to the first one and a count."""
     first, *others = name.split(" + ")
     return name if len(name) <= 40 else f"{first} + {len(others)} more" if others else name
 
 
 class _Packed:
-    """What the graph holds in place of a tensor that it keeps: it lives as long as the node does. Detached, else an
-    output would hold the node that holds it, which nothing could ever free."""
+    """Represents a saved tensor in the graph, and lives as long as its node. The tensor is detached: otherwise an
+    output and its node would hold each other and never be freed."""
 
     __slots__ = ("__weakref__", "module", "tensor")
 
@@ -90,7 +92,7 @@ class _Packed:
 
 
 class _Observed:
-    """A tensor that a context inside of the module has; where it is is known when the forward is over."""
+    """A tensor that a context inside of the module handles; its location is known after the forward."""
 
     def __init__(self, module: str, tensor: torch.Tensor, saved: object) -> None:
         self.module, self.tensor, self.saved = module, tensor.detach(), weakref.ref(saved)
@@ -100,47 +102,47 @@ class _Observed:
 
     @property
     def away(self) -> tuple[str, str] | None:
-        """(status, what bringing it back costs) of one that is elsewhere until the backward."""
+        """(status, cost of bringing it back) if it is not on the device until the backward."""
         saved = self.saved()
         return None if saved is None or saved.status == "kept" else (saved.status, saved.back)
 
 
-class _Beside:
-    """A tensor that the graph holds without saving it: its words, and the device that it would be on otherwise."""
+class _Held:
+    """A tensor that the graph holds without saving it, with its description. away: it is not on the device."""
 
     def __init__(self, module: str, held: Held, device: torch.device | None, op: str, why: str, recompute: str) -> None:
         self.module, self.tensor = module, held.tensor
-        self.words = module, op, held.name, why, recompute
+        self.description = module, op, held.name, why, recompute
         self.away = device is not None and held.tensor.device != device
 
 
-_RANDOM = "te.checkpoint and torch's: preserve_rng_state=False, where nothing is drawn"
+_RANDOM = "nothing in a checkpoint that draws no random numbers: preserve_rng_state=False"
 
 
-def _packed(kept: list[Inner]) -> list[_Beside]:
-    """What hooks inside of the module have made of saved tensors, and what their functions hold."""
+def _packed(kept: list[Inner]) -> list[_Held]:
+    """The tensors in objects that hooks inside of the module packed, and in the functions of these hooks."""
     found, functions = [], set()
     for inner in kept:
-        words = "saved-tensor hook", "hooks inside of the module packed it", "what these hooks do"
-        found += [_Beside(inner.module, held, inner.device, *words) for held in held_by("packed", inner.packed)]
+        why = "saved-tensor hook", "hooks inside of the module packed it", "the work of these hooks"
+        found += [_Held(inner.module, held, inner.device, *why) for held in held_by("packed", inner.packed)]
         if id(inner.unpack) not in functions:
             functions.add(id(inner.unpack))
             found += _functions(inner.module, inner.unpack, inner.device)
     return found
 
 
-def _functions(module: str, function: object, device: torch.device | None) -> list[_Beside]:
-    """What a function that runs in the backward holds."""
-    why, again = "a function that runs in the backward holds it", "making it inside of that function"
+def _functions(module: str, function: object, device: torch.device | None) -> list[_Held]:
+    """The tensors that a function holds which runs in the backward."""
+    why, cost = "a function that runs in the backward holds it", "computing it inside of that function"
     found = []
     for held in held_by("held", function):
         random = held.name in ("random state", "fwd_cpu_state", "fwd_device_states")
-        found.append(_Beside(module, held, device, "checkpoint", why, _RANDOM if random else again))
+        found.append(_Held(module, held, device, "checkpoint", why, _RANDOM if random else cost))
     return found
 
 
-def _on_ctx(outputs: list[torch.Tensor], device: torch.device | None) -> list[_Beside]:
-    """What autograd functions hold on their ctx, a reentrant checkpoint's function among it."""
+def _on_ctx(outputs: list[torch.Tensor], device: torch.device | None) -> list[_Held]:
+    """The tensors that autograd functions hold on their ctx, including the function of a reentrant checkpoint."""
     found = []
     for node in nodes_behind(outputs):
         for name, value in vars(node).items() if hasattr(node, "__dict__") else ():
@@ -150,13 +152,13 @@ def _on_ctx(outputs: list[torch.Tensor], device: torch.device | None) -> list[_B
             else:
                 for held in held_by(name, value):
                     random = name.startswith("fwd_")
-                    again = _RANDOM if random else "the forward: te.checkpoint around it"
-                    found.append(_Beside("", held, device, op, why, again))
+                    cost = _RANDOM if random else "the forward: te.checkpoint around it"
+                    found.append(_Held("", held, device, op, why, cost))
     return found
 
 
 def _strided(t: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have t's storages: itself, or the parts of a sparse one."""
+    """The tensors with the storages of t: t itself, or the parts of a sparse tensor."""
     if t.layout is torch.strided:
         return [t]
     if t.layout is torch.sparse_coo:
@@ -166,8 +168,8 @@ def _strided(t: torch.Tensor) -> list[torch.Tensor]:
     if t.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [t.ccol_indices(), t.row_indices(), t.values()]
     raise NotImplementedError(
-        f"memory_plan: a tensor {list(t.shape)} of layout {t.layout} takes part, whose storages are not known; wanted "
-        "strided and sparse ones. Plan the parts of the module that have none."
+        f"memory_plan: a tensor {list(t.shape)} has layout {t.layout}, whose storages are unknown; wanted strided and "
+        "sparse tensors. Plan the parts of the module without such tensors."
     )
 
 
@@ -183,12 +185,12 @@ def _place(t: torch.Tensor) -> tuple[int, int]:
 def _saved(node: torch.autograd.graph.Node, attribute: str) -> list[torch.Tensor]:
     try:
         return tensors_in(getattr(node, attribute))
-    except RuntimeError:  # written in place since, or freed: its backward would fail, and it goes without a name
+    except RuntimeError:  # overwritten in place, or freed: its backward would fail, and it has no name here
         return []
 
 
 def _names_in_graph(outputs: list[torch.Tensor]) -> dict[tuple[int, int], tuple[str, str]]:
-    """Place of a saved tensor -> (node, attribute), for the nodes of torch's own operations."""
+    """(storage, offset) of a saved tensor -> (node, attribute), for nodes of torch's own operations."""
     names: dict[tuple[int, int], tuple[str, str]] = {}
     for node in nodes_behind(outputs):
         for attribute in dir(node):
@@ -203,17 +205,17 @@ def _names_in_graph(outputs: list[torch.Tensor]) -> dict[tuple[int, int], tuple[
 def memory_plan(
     module: torch.nn.Module, *sample: object, optimizer: torch.optim.Optimizer | None = None, **options: object
 ) -> MemoryPlan:
-    """Runs module(*sample, **options) once, forward alone, and lists what its graph keeps for backward when it returns.
-    optimizer: what its state holds of the module's parameters is listed too, as it is: nothing before the first step.
+    """Runs module(*sample, **options) once, forward only, and lists what its graph saves for the backward.
+    optimizer: its present state of the module's parameters is listed too; there is none before the first step.
 
-    Without a sample, one of 16 tokens is made for our modules that have in_features or hidden_size.
+    Without a sample, one of 16 tokens is made for modules of this library that have in_features or hidden_size.
 
-    Bytes are those of distinct storages that saved-tensor hooks see. What wants a gradient decides what is kept: a
-    sample that requires one, as inside a network it would, keeps more. The module, its gradients, its buffers and the
-    random states are as before afterwards. fuse_wgrad_accumulation and delay_wgrad_compute keep nothing more in a
-    forward; main_grad need not be there.
-    Errors: TypeError for something that is not a module (an optimizer), has a compiled part, or whose input is not
-    known; NotImplementedError for tensors that are neither strided nor sparse; whatever module(*sample) raises.
+    Bytes are those of distinct storages that saved-tensor hooks see. Saved tensors depend on which inputs require a
+    gradient: a sample that requires one, as inside a network, saves more. The module, its gradients, its buffers and
+    the random states are the same afterwards. fuse_wgrad_accumulation and delay_wgrad_compute save nothing more in a
+    forward; main_grad need not exist.
+    Errors: TypeError for a value other than a module (or an optimizer), a module with a compiled part, or one whose
+    input is unknown; NotImplementedError for tensors that are neither strided nor sparse; errors of module(*sample).
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(
@@ -221,7 +223,7 @@ def memory_plan(
         )
     seen: list[weakref.ref[_Packed] | _Observed] = []
     with recording("memory_plan", module) as (record, labels), gradients_returned(module), torch.enable_grad():
-        at_work = labels.at_work  # pack lives as long as the graph does, and is to hold neither module nor tensors
+        at_work = labels.at_work  # `pack` lives as long as the graph, so it must not refer to the module or to tensors
 
         def pack(t: torch.Tensor) -> _Packed:
             packed = _Packed(at_work[-1] if at_work else "", t)
@@ -236,30 +238,30 @@ def memory_plan(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor)
         with observed(observe), hooks, inner_hooks_seen(lambda: at_work[-1] if at_work else "") as inner:
             result = module(*sample, **options)
-        kept = [packed for ref in seen if (packed := ref()) is not None]  # the others' graphs are gone already
+        kept = [packed for ref in seen if (packed := ref()) is not None]  # the graphs of others are freed
         device = next((t.device for t in (*tensors_in([sample, options]), *module.parameters())), None)
         kept += _packed([packed for ref in inner if (packed := ref()) is not None])
         kept += _on_ctx(tensors_in(result), device)
         away = {_place(p.tensor)[0]: p.away for p in kept if isinstance(p, _Observed) and p.away is not None}
-        away |= {_place(p.tensor)[0]: ("offloaded", p.words[-1]) for p in kept if isinstance(p, _Beside) and p.away}
+        away |= {_place(p.tensor)[0]: ("offloaded", p.description[-1]) for p in kept if isinstance(p, _Held) and p.away}
         in_graph = _names_in_graph(tensors_in(result))
     names: dict[int, str] = {}
     for name, p in (*module.named_parameters(), *module.named_buffers()):  # split weights share a storage
         for storage in _storages([p]):
             names[storage] = f"{names[storage]} + {name}" if storage in names else name
     given = set(_storages(tensors_in([sample, options])))
-    words = {(storage, offset): what for *what, told, storage, offset, _, _, _ in reversed(record.kept) if told}
+    descriptions = {(storage, offset): what for *what, live, storage, offset, _, _, _ in reversed(record.kept) if live}
     rows: dict[int, SavedTensor] = {}
     for entry, t in ((e, part) for e in kept for part in _strided(e.tensor)):
         storage, label = _place(t)[0], entry.module
         if t.numel() == 0 or storage in rows:
             continue
-        said = words.get(_place(t)) or getattr(entry, "words", None)
-        _, op, name, why, recompute = said or _torch_words(module, label, in_graph.get(_place(t)))
+        description = descriptions.get(_place(t)) or getattr(entry, "description", None)
+        _, op, name, why, recompute = description or _describe_torch(module, label, in_graph.get(_place(t)))
         name, status = names.get(storage, name), "kept"
         if storage in names:
             status = "parameter"
-        elif storage in away:  # the copy of a weight that a single step makes among them
+        elif storage in away:  # includes the copy of a weight that one step makes
             status, recompute = away[storage]
         elif name == "quantized weight":  # a copy of a parameter is counted with it
             status = "parameter"
@@ -267,33 +269,33 @@ def memory_plan(
             status = "input"
         size = t.untyped_storage().nbytes()
         rows[storage] = SavedTensor(label, op, name, tuple(t.shape), _name(t.dtype), size, status, why, recompute)
-    again = [
+    recomputed = [
         SavedTensor(label, op, name, tuple(shape), _name(dtype), size, "recomputed", why, recompute)
-        for label, op, name, why, recompute, told, _, _, shape, dtype, size in record.kept
-        if not told
+        for label, op, name, why, recompute, live, _, _, shape, dtype, size in record.kept
+        if not live
     ]
     states = [] if optimizer is None else _states(module, optimizer)
-    return MemoryPlan([*rows.values(), *again, *states, *_arenas(module)])
+    return MemoryPlan([*rows.values(), *recomputed, *states, *_arenas(module)])
 
 
 def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
-    """What is there now to receive in, for each group that the module's layers are divided over."""
+    """The present receive buffers of each group that layers of the module are divided over."""
     rows: dict[str, SavedTensor] = {}
     for label, owner in module.named_modules():
         group = getattr(owner, "_tp_group_name", None)
         if group is None or group in rows:
             continue
         size, slots, _ = usage_by_name(group)
-        why = f"calls over the group '{group}' receive in them"
-        words = (label, "tensor parallel", f"slots on lease: {slots}", (size,), "uint8", size, "arena", why)
-        rows[group] = SavedTensor(*words, "te.destroy_ub() frees what no call has and peers do not push to")
+        why = f"calls over the group '{group}' receive into them"
+        fields = (label, "tensor parallel", f"buffers in use: {slots}", (size,), "uint8", size, "arena", why)
+        rows[group] = SavedTensor(*fields, "te.destroy_ub() frees those that no call uses and no peer pushes to")
     return [row for row in rows.values() if row.bytes]
 
 
 def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[SavedTensor]:
-    """What the optimizer keeps of the module's parameters, scales of scaled states included."""
+    """The optimizer states of the module's parameters, including scales of scaled states."""
     rows: dict[int, SavedTensor] = {}
-    op, why, again = type(optimizer).__name__, "the next step reads it", "nothing does"
+    op, why, cost = type(optimizer).__name__, "the next step reads it", "it cannot be recomputed"
     for name, p in module.named_parameters():
         kept = list((optimizer.state.get(p) or {}).items())
         kept += [(f"scale of {n}", t) for n, t in getattr(optimizer, "_scales", {}).get(p, {}).items()]
@@ -302,7 +304,7 @@ def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[S
             for t in tensors_in(local_of(given)):
                 size = t.untyped_storage().nbytes()
                 row = SavedTensor(
-                    owner, op, f"{own}: {state}", tuple(t.shape), _name(t.dtype), size, "optimizer", why, again
+                    owner, op, f"{own}: {state}", tuple(t.shape), _name(t.dtype), size, "optimizer", why, cost
                 )
                 rows.setdefault(_place(t)[0], row)
     return list(rows.values())
@@ -312,8 +314,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _torch_words(module: torch.nn.Module, label: str, found: tuple[str, str] | None) -> tuple[str, ...]:
-    """What can be said of a tensor that one of torch's operations keeps."""
+def _describe_torch(module: torch.nn.Module, label: str, found: tuple[str, str] | None) -> tuple[str, ...]:
+    """The description of a tensor that an operation of torch saves."""
     op, name = found or ("torch", "saved tensor")
     attention = label.endswith("core_attention") or type(module).__name__ == "DotProductAttention"
     cost = (

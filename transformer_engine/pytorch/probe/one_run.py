@@ -1,6 +1,8 @@
-"""What te.memory_plan and te.explain share: one run of a module while the extension tells what it keeps and which path
-each op takes. Nothing of the module, its gradients or the random states is changed by it; a forward that writes into
-parameters is not undone."""
+"""One run of a module while the extension records saved tensors and the path of each op, for te.memory_plan,
+te.explain and te.tune.
+
+- The module, its gradients and the random states are unchanged afterwards, except parameters that a forward writes to.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from transformer_engine.pytorch.probe.undo import gradients_restored, state_rest
 
 @dataclass
 class Recording:
-    """Filled when the block ends: `kept` and `paths` as the extension's rows."""
+    """The rows of the extension, set when the block ends."""
 
     kept: list[tuple] = field(default_factory=list)
     paths: list[tuple] = field(default_factory=list)
 
 
 class _Labels:
-    """Tells the extension which submodule is at work."""
+    """Reports the running submodule to the extension."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.names = {m: name or type(module).__name__ for name, m in module.named_modules()}
@@ -48,18 +50,18 @@ def _check(op: str, module: object) -> None:
     if not isinstance(module, torch.nn.Module) or _is_compiled(module):
         raise TypeError(
             f"{op}: argument 'module' is a {type(module).__name__}, wanted a torch.nn.Module that is not compiled; "
-            "pass one before it goes into torch.compile."
+            "pass the module before torch.compile."
         )
     compiled = [name for name, part in module.named_modules() if _is_compiled(part)]
     if compiled:
         raise TypeError(
-            f"{op}: argument 'module' is a {type(module).__name__} whose submodule '{compiled[0]}' is compiled, wanted "
-            "one without: what runs inside of a compiled graph tells nothing. Pass it before torch.compile."
+            f"{op}: argument 'module' is a {type(module).__name__} whose submodule '{compiled[0]}' is compiled, "
+            "wanted one without: a compiled graph reports nothing. Pass it before torch.compile."
         )
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """By torch.compile(module), or in place by module.compile()."""
+    """Whether it was compiled, by torch.compile(module) or in place by module.compile()."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -80,8 +82,8 @@ def recording(op: str, module: torch.nn.Module) -> Iterator[tuple[Recording, _La
 
 
 def sample_for(op: str, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """16 tokens for one of our modules that says how wide its input is; elsewhere the names may mean other things.
-    Nothing for another module whose forward can be called without arguments."""
+    """16 tokens for a module of this library with in_features or hidden_size; in other modules these names may have
+    another meaning. An empty sample for a module whose forward can be called without arguments."""
     ours = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
     like = next(module.parameters(), None)
     width = next((getattr(module, n) for n in ("in_features", "hidden_size") if ours and hasattr(module, n)), None)
@@ -91,14 +93,14 @@ def sample_for(op: str, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
         inspect.signature(module.forward).bind()
     except TypeError:
         raise TypeError(
-            f"{op}: {type(module).__name__} does not say what its input looks like; pass one: te.{op}(module, *sample)."
+            f"{op}: the input of a {type(module).__name__} is unknown; pass one: te.{op}(module, *sample)."
         ) from None
     return ()
 
 
 @contextmanager
 def gradients_returned(module: torch.nn.Module) -> Iterator[None]:
-    """Weight gradients go to autograd inside, not to main_grad (which need not be there) or to backward_dw()."""
+    """Inside, weight gradients are returned to autograd, not added to main_grad (which need not exist) or delayed."""
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, TransformerEngineBaseModule):
@@ -107,14 +109,14 @@ def gradients_returned(module: torch.nn.Module) -> Iterator[None]:
 
 
 def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], options: Mapping[str, object]) -> None:
-    """One forward and backward whose gradients go nowhere: .grad, main_grad and what waits for backward_dw() stay.
+    """One forward and backward whose gradients are discarded: .grad, main_grad and delayed weight gradients stay.
 
     Hooks on parameters and on the sample do not run. A reentrant checkpoint inside works only in a backward that
-    accumulates: there hooks on AccumulateGrad nodes (DistributedDataParallel's; its no_sync() quiets them) do run.
+    accumulates; then hooks on AccumulateGrad nodes run (those of DistributedDataParallel; its no_sync() disables them).
     """
     leaves: dict[int, torch.Tensor] = {}
 
-    def leaf(t: torch.Tensor) -> torch.Tensor:  # backward ends there, whatever made the caller's tensor
+    def leaf(t: torch.Tensor) -> torch.Tensor:  # the backward ends there, not in the graph of the caller's tensor
         return leaves.setdefault(id(t), t.detach().requires_grad_()) if t.requires_grad else t
 
     given, named = pytree.tree_map_only(torch.Tensor, leaf, (list(sample), dict(options)))
@@ -134,7 +136,7 @@ def run_with_gradients(module: torch.nn.Module, sample: Sequence[object], option
 
 
 def nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """Each node of the graph once."""
+    """Each node of the autograd graph once."""
     seen, todo = set(), [t.grad_fn for t in outputs if t.grad_fn is not None]
     while todo:
         node = todo.pop()

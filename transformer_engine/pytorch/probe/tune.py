@@ -1,6 +1,9 @@
-"""te.tune: an explicit search among cuBLASLt's algorithms for the products that a module's step meets. Nothing tunes by
-itself: without it every product takes the heuristic's first algorithm. Only algorithms whose order of reduction is
-fixed are looked at, so a tuned run repeats its bits as an untuned one does; the two may differ from each other."""
+"""te.tune: an explicit search among cuBLASLt's algorithms for the GEMMs of a module's step.
+
+- Nothing is tuned without a call: by default every GEMM uses the first algorithm of the heuristic.
+- Only algorithms with a fixed order of reduction are candidates, so a tuned run repeats its bits, like an untuned one;
+  the bits of the two may differ.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,24 @@ LAYOUTS = ("TN", "NN", "NT")
 NT = 2
 EPILOGUES = ("none", "bias", "gelu", "dgelu", "bgrad")
 NONE, BGRAD = 0, 4
-# By the engine's numbers. A result is never FP8 here.
+# By the numbers of the engine. A result is never FP8 here.
 DTYPES = {3: torch.float32, 4: torch.float16, 5: torch.bfloat16}
 FP8_DTYPES = {6: torch.float8_e4m3fn, 7: torch.float8_e5m2}
 OPERAND_DTYPES = DTYPES | FP8_DTYPES
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 SCALINGS = tuple(words for *_, words in _C.scalings)
 
-BATCH_US = 1000.0  # of one timing, so that an event's resolution does not show
+BATCH_US = 1000.0  # of one timing, much longer than the resolution of an event
 SCREEN_ROUNDS = 3
 FINALISTS = 5
-FINAL_ROUNDS = 15  # one below a multiple of four, so that the quartiles are times that were measured
-MARGIN = 0.01  # a smaller gain, or one within the quartiles, is noise: the heuristic's algorithm stays
+FINAL_ROUNDS = 15  # one below a multiple of four, so that quartiles are measured times
+MARGIN = 0.01  # a smaller gain, or one within the quartiles, is noise: the first algorithm stays
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One product: `problem` as the engine's key, times in us of the heuristic's algorithm and of the chosen one (the
-    same where no other was faster beyond noise), how many were looked at, and the chosen one's bytes."""
+    """One GEMM: `problem` is the key of the engine; times in us of the heuristic's algorithm and of the chosen one (the
+    same unless another was faster beyond noise); the number of candidates; the bytes of the chosen algorithm."""
 
     problem: Mapping[str, int]
     heuristic_us: float
@@ -66,7 +69,7 @@ class Tuned:
 
 
 class Tuning:
-    """rows: a Tuned for each product, in the order met."""
+    """rows: a Tuned for each GEMM, in the order of the run."""
 
     def __init__(self, rows: list[Tuned]) -> None:
         self.rows = rows
@@ -75,7 +78,7 @@ class Tuning:
         cells = [
             (str(r), f"{r.heuristic_us:.1f}", f"{r.chosen_us:.1f}", f"{r.gain:.3f}x", r.candidates) for r in self.rows
         ]
-        return table(("product (rows x cols x depth)", "heuristic us", "chosen us", "gain", "candidates"), cells)
+        return table(("GEMM (M x N x K)", "heuristic us", "chosen us", "gain", "candidates"), cells)
 
     __repr__ = __str__
 
@@ -86,13 +89,15 @@ def _name(dtype: int) -> str:
 
 def _need_gpu(op: str) -> None:
     if not torch.cuda.is_available():
-        raise RuntimeError(f"{op}: there is no CUDA device here; only cuBLASLt's products on one can be tuned.")
+        raise RuntimeError(f"{op}: there is no CUDA device, wanted one; only GEMMs of cuBLASLt can be tuned.")
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{op}: called inside of a CUDA graph capture; call it before, the graph keeps its choices.")
+        raise RuntimeError(
+            f"{op}: called inside of a CUDA graph capture; call it before, a graph keeps its algorithms."
+        )
 
 
 def _accumulated(module: torch.nn.Module, keys: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The weight gradients as fuse_wgrad_accumulation makes them: into main_grad, which the run here leaves alone."""
+    """The keys of weight gradients with fuse_wgrad_accumulation: the run here does not add to main_grad."""
     parts = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule) and m.fuse_wgrad_accumulation]
     grads = [getattr(p, "main_grad", None) for m in parts for p in m.parameters()]
     dtypes = {g.dtype for g in grads if isinstance(g, torch.Tensor)} or ({torch.float32} if parts else set())
@@ -108,15 +113,15 @@ def _accumulated(module: torch.nn.Module, keys: list[dict[str, int]]) -> list[di
 
 
 def _may_be_wgrad(key: Mapping[str, int]) -> bool:
-    """FP8 products have one layout; a weight gradient is one whose sums are split and, in blocks, 1 x 128 twice."""
+    """FP8 GEMMs have one layout; a weight gradient has split accumulation and the same scaling for both operands."""
     if key["dtype"] not in FP8_DTYPES:
         return key["layout"] == NT and key["epilogue"] in (NONE, BGRAD)
     return key["epilogue"] == NONE and not key["fast_accumulation"] and key["a_scaling"] == key["b_scaling"]
 
 
 class _Scratch:
-    """Operands of one problem's shapes, pitches and alignments, filled with N(0, 1): a product of zeros is faster than
-    one of data. The process's random states stay as they are."""
+    """Operands with the shapes, pitches and alignments of one problem, filled from N(0, 1), since a GEMM of zeros is
+    faster. The random states of the process do not change."""
 
     def __init__(self, key: Mapping[str, int]) -> None:
         self.key, self.device = key, torch.device("cuda", key["device"])
@@ -139,14 +144,14 @@ class _Scratch:
         self.workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _draw(self, rows: int, pitch: int, alignment: int, dtype: torch.dtype) -> torch.Tensor:
-        offset = alignment // dtype.itemsize if alignment < 16 else 0  # an allocation lies on 512 bytes
+        offset = alignment // dtype.itemsize if alignment < 16 else 0  # an allocation is aligned to 512 bytes
         data = torch.empty(
             rows * pitch + offset, dtype=dtype if dtype in NUMBERS else torch.bfloat16, device=self.device
         )
         return data.normal_(generator=self._generator).to(dtype)[offset:]
 
     def _ones(self, scaling: int, outer: int) -> torch.Tensor:
-        """Scales of an operand."""
+        """The scales of an operand."""
         shape = (1,) if scaling == layout.TENSOR else layout.scale_shape(scaling, outer, self.key["depth"])
         return torch.ones(shape, device=self.device)
 
@@ -155,9 +160,9 @@ class _Scratch:
         _C.gemm_try(dict(self.key), choice, operands, self.workspace, repeats)
 
     def sample(self, choice: bytes, repeats: int) -> float:
-        """us of one product."""
+        """us of one GEMM."""
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        cuda_sleep(200_000)  # about 0.1 ms, in which the host gets ahead
+        cuda_sleep(200_000)  # about 0.1 ms, in which the host enqueues the work
         start.record()
         self.run(choice, repeats)
         stop.record()
@@ -172,7 +177,7 @@ class _Scratch:
                 t.copy_(value)
             self.run(choice)
             results.append([t.clone() for t in written])
-        # As bytes: NaN (a product of an epilogue's own making) equals itself there.
+        # Compared as bytes, since NaN (an epilogue may produce it) does not equal itself.
         same = [torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for r in results for x, y in zip(results[0], r)]
         return all(same)
 
@@ -205,18 +210,18 @@ def _tune_one(key: dict[str, int], most: int) -> Tuned:
 
 
 class Tuner:
-    """te.tune(module, *sample): runs the module's forward and backward once, times cuBLASLt's candidates for each
-    product it met on scratch operands of the same shapes, and lets the fastest run from now on, in this process, for
-    every product of the same shape, dtype, layout, epilogue, pitch and alignment on that device. Pass the sample that
-    you train with: other shapes are other products. Products that another thread meets meanwhile are tuned too.
+    """te.tune(module, *sample): runs the module's forward and backward once, times cuBLASLt's candidates for each GEMM
+    of the run on scratch operands of the same shapes, and selects the fastest, in this process, for every GEMM of the
+    same shape, dtype, layout, epilogue, pitch and alignment on that device. Pass a sample as in training: other shapes
+    are other GEMMs. GEMMs that other threads run meanwhile are tuned too.
 
-    candidates: how many of the heuristic's ranking are looked at.
-    Returns a Tuning, which prints. Gradients go nowhere: parameters, .grad, main_grad and the random states stay.
-    With fuse_wgrad_accumulation the accumulating products are tuned as well.
-    Errors: ValueError where nothing is on a CUDA device; RuntimeError inside of a graph capture; TypeError for what is
-    no module, or is compiled.
+    candidates: the number of algorithms from the heuristic's ranking.
+    Returns a Tuning, which prints. Gradients are discarded: parameters, .grad, main_grad and random states stay. With
+    fuse_wgrad_accumulation the accumulating GEMMs are tuned as well.
+    Errors: ValueError if nothing is on a CUDA device; RuntimeError inside of a graph capture; TypeError for a value
+    other than a module, or a compiled module.
 
-    te.tune.save(path), te.tune.load(path), te.tune.clear(): what was chosen, as JSON for the same GPU and cuBLASLt.
+    te.tune.save(path), te.tune.load(path), te.tune.clear(): the choices, as JSON for the same GPU and cuBLASLt.
     """
 
     def __init__(self) -> None:
@@ -230,8 +235,8 @@ class Tuner:
             tensors = (*tensors_in([sample, options]), *module.parameters())
             if not any(t.is_cuda for t in tensors):
                 raise ValueError(
-                    "tune: the module and its sample are on the CPU, where there is nothing to tune: LibTorch's own "
-                    "product runs there. Move both to a CUDA device."
+                    "tune: the module and its sample are on the CPU, where LibTorch computes GEMMs and there is "
+                    "nothing to tune. Move both to a CUDA device."
                 )
             _need_gpu("tune")
         with recording("tune", module):
@@ -253,15 +258,15 @@ class Tuner:
             self._rows |= {tuple(r.problem.values()): r for r in rows}
 
     def clear(self) -> None:
-        """Takes every choice back: the heuristic's first algorithm runs again."""
+        """Drops all choices: the first algorithm of the heuristic runs again."""
         with self._lock:
             _C.gemm_forget_choices()
             self._rows.clear()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes what is chosen in this process. The device's index is left out: the file is for its kind of GPU.
+        """Writes the choices of this process, without the device's index: the file is for the kind of GPU.
 
-        Errors: RuntimeError where nothing was tuned, or on GPUs of several kinds."""
+        Errors: RuntimeError if nothing was tuned, or on GPUs of several kinds."""
         with self._lock:
             rows = list(self._rows.values())
         if not rows:
@@ -278,9 +283,9 @@ class Tuner:
         Path(path).write_text(json.dumps(text, indent=1) + "\n")
 
     def load(self, path: str | os.PathLike) -> Tuning:
-        """Chooses for the current device what a file says; what was chosen before for other products stays.
+        """Applies the choices of a file to the current device; earlier choices for other GEMMs stay.
 
-        Errors, nothing being loaded: OSError for a file that cannot be read; ValueError for one that save() did not
+        Errors, with nothing loaded: OSError for a file that cannot be read; ValueError for one that save() did not
         write, or whose algorithms cuBLASLt refuses; RuntimeError for another GPU or cuBLASLt, or without a GPU."""
         rows, gpu, version = _read(path)
         _need_gpu("tune.load")
@@ -291,7 +296,7 @@ class Tuner:
         ):
             if got != wanted:
                 raise RuntimeError(
-                    f"tune.load: '{path}' was tuned on {what} {got}, and this is {wanted}; tune again with te.tune."
+                    f"tune.load: '{path}' was tuned on {what} {got}, but this is {wanted}; tune again with te.tune."
                 )
         rows = [Tuned({**r.problem, "device": device}, *list(vars(r).values())[1:]) for r in rows]
         self._install(rows)
@@ -299,7 +304,7 @@ class Tuner:
 
 
 def _read(path: str | os.PathLike) -> tuple[list[Tuned], str, int]:
-    """The rows of a file, deviceless; its GPU and cuBLASLt."""
+    """(the rows of a file without a device, its GPU, its version of cuBLASLt)."""
     try:
         text = json.loads(Path(path).read_text())
         if text["format"] != FORMAT:
@@ -309,19 +314,24 @@ def _read(path: str | os.PathLike) -> tuple[list[Tuned], str, int]:
             key = {field: int(entry["problem"][field]) for field in _C.gemm_key_fields() if field != "device"}
             algorithm = bytes.fromhex(entry["algorithm"])
             if len(algorithm) != 72 or set(entry["problem"]) != set(key):
-                raise ValueError("a problem or its algorithm is of another shape")
+                raise ValueError("a problem or its algorithm has the wrong fields or length")
             operands = (key["dtype"], key["b_dtype"])
             if not (set(operands) <= set(OPERAND_DTYPES) and key["d_dtype"] in DTYPES):
-                raise ValueError("a problem has a dtype that no product takes")
+                raise ValueError("a problem has a dtype that no GEMM accepts")
             if not (0 <= key["layout"] < len(LAYOUTS) and 0 <= key["epilogue"] < len(EPILOGUES)):
-                raise ValueError("a problem has a layout or an epilogue that no product takes")
+                raise ValueError("a problem has a layout or an epilogue that no GEMM accepts")
             if not all(0 <= key[field] < len(SCALINGS) for field in ("a_scaling", "b_scaling")):
-                raise ValueError("a problem has a scaling that no product takes")
+                raise ValueError("a problem has a scaling that no GEMM accepts")
             times = float(entry["heuristic_us"]), float(entry["chosen_us"]), int(entry["candidates"])
             rows.append(Tuned(key, *times, algorithm))
         return rows, str(text["gpu"]), int(text["cublaslt"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # UnicodeDecodeError and JSON's are ValueErrors
-        raise ValueError(f"tune.load: '{path}' is no table that te.tune.save wrote: {error!r}.") from error
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"tune.load: '{path}' was not written by te.tune.save: {error!r}.") from error
 
 
 tune = Tuner()

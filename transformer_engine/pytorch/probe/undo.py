@@ -1,5 +1,8 @@
-"""Puts back what a probing run of a module moves: its buffers, the random states, the gradients and their hooks, and
-what its modules know about quantization. It copies no parameters: a forward that writes into them is not undone."""
+"""Restores what a probing run of a module changes: buffers, random states, gradients with their hooks, and the
+quantization state of modules.
+
+- Parameters are not copied: a forward that writes to them is not undone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from transformer_engine.pytorch.quantization.state.autocast_state import current
 
 @contextmanager
 def state_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Buffers, scales and random states, those of the trackers too, are as before behind the block, exceptions
-    included; an autocast around it learns nothing of what ran, and no step of a stash has a part in it."""
+    """Buffers, scales and random states, including those of trackers, are restored after the block, also after an
+    exception. The run does not affect an autocast around it or a step of a stash."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.callback(Snapshot(devices=devices).restore)
@@ -33,8 +36,8 @@ def state_restored(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _buffers_restored(module: torch.nn.Module) -> Iterator[None]:
-    """The same tensors with the same bytes, in place: who holds a view of one sees nothing either. Their versions are
-    put back too, so that a graph that the caller has not run backward through yet still may."""
+    """Restores the same tensors in place with the same bytes, so that views of them are restored too, and their
+    versions, so that the caller can still run a backward through an earlier graph."""
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     buffers = [b for _, before in tables for b in before.values() if b is not None and b.device.type != "meta"]
     copies = [(alias, alias.clone()) for alias in {_key(b): _alias(b) for b in buffers}.values()]
@@ -55,7 +58,7 @@ def _key(t: torch.Tensor) -> int:
 
 
 def _alias(t: torch.Tensor) -> torch.Tensor:
-    """The whole storage, under a version of its own; elements that a view has twice are copied once."""
+    """The whole storage, with a version counter of its own; elements that a view repeats are copied once."""
     if t.layout is not torch.strided:
         return t.data
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
@@ -63,8 +66,8 @@ def _alias(t: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Scales and histories in their memory, which views and graphs know, and kept weights: inside, none is written to.
-    No region is told of what runs: its end and its backward would make scales of it."""
+    """Restores scales and histories in their memory, which views and graphs read, and cached weights. No region records
+    the run: otherwise its end and its backward would update scales from it."""
     parts, state = our_modules(module), current_state()
     before = [(part.runtime, part.runtime.snapshot(part)) for part in parts]
     for runtime, _ in before:
@@ -80,7 +83,7 @@ def _quantization_restored(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradients_restored(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A backward inside reaches neither the .grad of the leaves nor the hooks on them."""
+    """A backward inside changes no .grad of the leaves and runs no hooks on them."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     tables = [t for leaf, _ in before for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
     hooks = [(table, dict(table)) for table in tables]

@@ -82,7 +82,7 @@ class PagedStash(_C.StashCore):
     # ---- groups ----
 
     def mark_pageable(self, tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 1) -> None:
-        """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/rows.py)."""
+        """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/marks.py)."""
         _C.declare_rows(tensor, counter, unit_rows)
 
     def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> _C.StashScope:

@@ -1,1 +1,1 @@
-"""What captures and replays need of a machine: the interface, CUDA graphs, and the stand-in on the CPU."""
+"""Backends that capture and replay: CUDA graphs, and recorded eager work on a machine without CUDA."""

@@ -1,5 +1,7 @@
-"""What stands in for CUDA graphs on a machine without CUDA: the same static tensors, written by calling the eager work
-again. It makes nothing faster; it lets schedules, buffers, hooks and refusals run anywhere."""
+"""Replaces CUDA graphs on a machine without CUDA: a replay calls the eager function and writes the static tensors.
+
+- It makes nothing faster; schedules, buffers, hooks and refusals run as on CUDA.
+"""
 
 import collections
 import linecache
@@ -12,14 +14,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from transformer_engine.pytorch.graph.backend.interface import HostSync, Written
-from transformer_engine.pytorch.graph.memory.buffers import Buffers, distinct
+from transformer_engine.pytorch.graph.memory.buffers import BufferPool, unexpanded
 
-# What asks a device for a value or for a size that depends on values: a graph cannot.
+# Operations that read a value, or a size that depends on values, from the device; a graph cannot contain them.
 _VALUES = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _SIZES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"}
 
 
-class _RefuseWaiting(TorchFunctionMode):
+class _RefuseHostSync(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         mask = name == "__getitem__" and any(
@@ -34,7 +36,7 @@ class _RefuseWaiting(TorchFunctionMode):
 
 
 class RecordedStream:
-    """Stands for a stream: says in its log what waits for what, in the order of the calls."""
+    """Represents a stream: logs each wait, in the order of the calls."""
 
     def __init__(self, name: str, log: collections.deque | None = None) -> None:
         self.name, self.log = name, collections.deque(maxlen=256) if log is None else log
@@ -49,49 +51,51 @@ class RecordedStream:
 _main = RecordedStream("main")
 
 
-class _Here(threading.local):
-    recorded: "set[RecordedEvent] | None" = None  # by the capture under way in this thread
+class _ThreadState(threading.local):
+    recorded: "set[RecordedEvent] | None" = None  # events recorded by the present capture of this thread
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 class RecordedEvent:
-    """Stands for a torch.cuda.Event(external=True): a capture notes that it is recorded."""
+    """Represents a torch.cuda.Event(external=True): a capture lists the events that were recorded."""
 
     def record(self, stream: RecordedStream | None = None) -> None:
-        if _here.recorded is not None:
-            _here.recorded.add(self)
+        if _thread.recorded is not None:
+            _thread.recorded.add(self)
 
 
 def _write(static: Written, tensors: Written) -> None:
     for target, tensor in zip(static, tensors, strict=True):
         if target is not None:
-            distinct(target.data).copy_(distinct(tensor.detach()))  # uncounted by torch, as a graph's writes are
+            unexpanded(target.data).copy_(
+                unexpanded(tensor.detach())
+            )  # without a version bump, like the writes of a graph
 
 
 class RecordedGraph:
-    """Work and the static tensors that it writes."""
+    """A function and the static tensors that its results are written to."""
 
-    def __init__(self, work: Callable[[], Written], static: Written) -> None:
-        self.work, self.static = work, static
+    def __init__(self, func: Callable[[], Written], static: Written) -> None:
+        self.func, self.static = func, static
 
     def replay(self) -> None:
-        _write(self.static, self.work())
+        _write(self.static, self.func())
 
     def reset(self) -> None:
-        self.work, self.static = None, ()
+        self.func, self.static = None, ()
 
 
 class CpuGraphs:
-    """As CudaGraphs. Static tensors that died are given out again, as a graph pool's memory is."""
+    """As CudaGraphs. Released static tensors are reused, like the memory of a graph pool."""
 
     def __init__(self) -> None:
-        self.buffers, self.apart = Buffers(), Buffers()
+        self.pool, self.private_pool = BufferPool(), BufferPool()
         self._running = _main
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         yield
 
     def prepare(self, *, warmed: bool) -> None:
@@ -102,23 +106,23 @@ class CpuGraphs:
         yield
 
     def capture(
-        self, work: Callable[[], Written], *, apart: bool = False
+        self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[RecordedGraph, list[torch.Tensor | None], frozenset[RecordedEvent]]:
-        buffers, events = self.apart if apart else self.buffers, set()
-        _here.recorded = events
+        pool, events = self.private_pool if private_pool else self.pool, set()
+        _thread.recorded = events
         try:
-            with _RefuseWaiting():
-                written = work()
+            with _RefuseHostSync():
+                written = func()
         finally:
-            _here.recorded = None
-        static = [None if tensor is None else buffers.take(tensor) for tensor in written]
+            _thread.recorded = None
+        static = [None if tensor is None else pool.acquire(tensor) for tensor in written]
         _write(static, written)
-        return RecordedGraph(work, static), static, frozenset(events)
+        return RecordedGraph(func, static), static, frozenset(events)
 
-    def release(self, tensors: Written, *, apart: bool = False) -> list[torch.Tensor | None]:
-        """These static tensors are dead once the captures so far have been replayed; replay goes on using them."""
+    def release(self, tensors: Written, *, private_pool: bool = False) -> list[torch.Tensor | None]:
+        """The memory of these static tensors may be reused by later captures; replays still write them."""
         for tensor in tensors:
-            (self.apart if apart else self.buffers).give(tensor)
+            (self.private_pool if private_pool else self.pool).release(tensor)
         return list(tensors)
 
     @staticmethod

@@ -1,11 +1,13 @@
-"""CUDA graphs, by the interface that cpu.py has too. Never leaves a stream capturing, nor a generator, nor a pool held,
-whatever is raised inside a capture."""
+"""Captures and replays CUDA graphs, with the interface of backend/interface.py.
+
+- After an exception inside a capture no stream is capturing, and no generator or memory pool is held.
+"""
 
 import gc
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -18,13 +20,14 @@ from transformer_engine.pytorch.graph.backend.interface import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
 from transformer_engine.pytorch.utils import make_weak_ref
 
-# One capture stream a device: libraries keep a workspace for every stream that they have seen.
+# One capture stream per device: libraries allocate a workspace for every stream that they meet.
 _streams: dict[int, torch.cuda.Stream] = {}
 _one_session = threading.Lock()
 
-# What CUDA says where a capture meets the default stream: that would wait for the capture, or the capture for it.
-_OUTSIDE = ("legacy stream", "uncaptured work in another stream")
-_WAITED = ("called a synchronizing CUDA operation", "operation not permitted when stream is capturing")
+# CUDA's errors for a capture that depends on the default stream.
+_DEFAULT_STREAM = ("legacy stream", "uncaptured work in another stream")
+# CUDA's errors for a call that waits for the device inside a capture.
+_HOST_SYNC = ("called a synchronizing CUDA operation", "operation not permitted when stream is capturing")
 
 
 def _innermost(error: BaseException) -> str:
@@ -33,21 +36,21 @@ def _innermost(error: BaseException) -> str:
 
 
 def _explain(error: RuntimeError) -> None:
-    """In our words, where it is known what CUDA's mean."""
-    if any(words in str(error) for words in _WAITED):
+    """Raises a clearer error where the meaning of CUDA's is known."""
+    if any(words in str(error) for words in _HOST_SYNC):
         raise HostSync(f"{_innermost(error)} waits for the device") from error
-    if any(words in str(error) for words in _OUTSIDE):
+    if any(words in str(error) for words in _DEFAULT_STREAM):
         raise RuntimeError(
-            f"{OP}: the capture would wait for the default stream, or that one for it: most likely the callable reads "
-            "a tensor with a gradient that was used there before and is neither an argument nor a parameter of its "
-            "module; pass it as an argument, or detach it."
+            f"{OP}: the capture depends on the default stream: most likely the callable reads a tensor with a gradient "
+            "that was used there before and is neither an argument nor a parameter of its module; pass it as an "
+            "argument, or detach it."
         ) from error
 
 
 @contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """torch raises before a call that would wait for the device, and so spoil the capture. It would raise in other
-    threads too: beside these CUDA itself refuses the call."""
+def _host_sync_refused() -> Iterator[None]:
+    """torch raises before a call that would wait for the device and so invalidate the capture. It would raise in other
+    threads too, so with several threads CUDA's own refusal has to do."""
     if threading.active_count() > 1:
         yield
         return
@@ -62,8 +65,8 @@ def _waiting_refused() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """What the garbage collector frees may ask the device for something that a capture forbids."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Objects that the garbage collector frees may make CUDA calls that a capture forbids."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,12 +77,12 @@ def _no_collection() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Graphs of one set of callables on one device, all in one memory pool."""
+    """The graphs of one set of callables on one device, all in one memory pool."""
 
     def __init__(self, device: torch.device, pool: object | None, generators: Iterable[torch.Generator]) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self.apart = torch.cuda.graph_pool_handle()
+        self.private_pool = torch.cuda.graph_pool_handle()
         self.generators = [generator for generator in generators if generator.device.type == "cuda"]
         if device.index not in _streams:
             _streams[device.index] = torch.cuda.Stream(device)
@@ -87,22 +90,22 @@ class CudaGraphs:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Captures of several threads take turns: they share the stream, and torch captures one graph at a time."""
+        """Serializes the captures of several threads: they share the stream, and torch captures one graph at a time."""
         with _one_session, torch.cuda.device(self.device):
             yield
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
-        """On the stream of the captures, so that what libraries allocate for a stream is there before them."""
+    def warmup(self) -> Iterator[None]:
+        """Runs on the stream of the captures, so that libraries make their allocations for it before them."""
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
-            torch.cuda.synchronize()  # after an exception too: what it disturbs is put back on another stream
+            torch.cuda.synchronize()  # after an exception too: the state is restored on another stream
 
     def prepare(self, *, warmed: bool) -> None:
-        """Before the captures: nothing is in flight, and no cached memory is kept from their pool."""
+        """Before the captures: waits for the device and empties the allocator's cache, for the graphs' pool to use."""
         prepare_no_draws()
         if not warmed:
             self._start_cublas()
@@ -111,26 +114,26 @@ class CudaGraphs:
         torch.cuda.empty_cache()
 
     def _start_cublas(self) -> None:
-        """In this thread and in backward's: else it would start in a capture, which CUDA refuses."""
+        """In this thread and in that of the backward: otherwise it would start in a capture, which CUDA refuses."""
         with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.enable_grad():
             one = torch.ones(1, 1, device=self.device)
             (one.requires_grad_() @ one).backward()
 
     def capture(
-        self, work: Callable[[], Written], *, apart: bool = False
+        self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None], frozenset[int]]:
         """The graph, the static tensors that it writes, and the events that it records for work outside of it.
-        `apart`: a graph that may be replayed at any time, whose memory no other one may have."""
+        private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        pool = self.apart if apart else self.pool
-        with torch.cuda.stream(self.stream), _no_collection():
-            # Other threads, which train meanwhile, may ask CUDA for what a capture may not.
+        pool = self.private_pool if private_pool else self.pool
+        with torch.cuda.stream(self.stream), _no_garbage_collection():
+            # Other threads that train meanwhile may make calls that a capture forbids.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                with _waiting_refused():
-                    static = [None if tensor is None else tensor.detach() for tensor in work()]
+                with _host_sync_refused():
+                    static = [None if tensor is None else tensor.detach() for tensor in func()]
                     capture_ends()
                 events = frozenset(_C.captured_events(self.stream.cuda_stream))
                 graph.capture_end()
@@ -144,8 +147,8 @@ class CudaGraphs:
         return graph, static, events
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: object) -> None:
-        """Ends a capture that failed. Where CUDA has spoilt it, torch leaves the pool open and the generators counting
-        for it; both are put right by hand."""
+        """Ends a capture that failed. If CUDA has invalidated it, torch leaves the pool open and the generators in
+        their capture state; both are corrected here."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -157,28 +160,28 @@ class CudaGraphs:
             graph.reset()
 
     def _capture_nothing(self) -> None:
-        """A capture that succeeds: its end tells the generators that no capture is under way."""
+        """A capture that succeeds: its end resets the capture state of the generators."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
         pool = torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=pool)
-        something = torch.zeros(1, device=self.device)
+        tensor = torch.zeros(1, device=self.device)
         graph.capture_end()
         graph.reset()
-        del something
+        del tensor
 
-    def release(self, tensors: Sequence[torch.Tensor | None], *, apart: bool = False) -> list[torch.Tensor | None]:
-        """Gives the memory of static tensors back to the pool: captures from here on may write there."""
+    def release(self, tensors: Written, *, private_pool: bool = False) -> list[torch.Tensor | None]:
+        """Returns the memory of static tensors to the pool: later captures may write there."""
         return make_weak_ref(list(tensors))
 
     @staticmethod
     def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-        """What graph.replay() calls."""
+        """The function that graph.replay() calls."""
         return super(torch.cuda.CUDAGraph, graph).replay
 
     def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)  # not of the device that is current at a replay
+        return torch.cuda.current_stream(self.device)  # the current device of a replay may be another one
 
     def is_stream(self, stream: object) -> bool:
         return isinstance(stream, torch.cuda.Stream) and stream.device == self.device
@@ -189,7 +192,7 @@ class CudaGraphs:
 
     @staticmethod
     def handle_of(event: torch.cuda.Event) -> int:
-        return event.cuda_event  # 0 of one that was never recorded
+        return event.cuda_event  # 0 if it was never recorded
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         return torch.cuda.stream(stream)

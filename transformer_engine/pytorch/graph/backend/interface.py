@@ -1,5 +1,7 @@
-"""What captures and replays ask of a machine: cuda.py has it of CUDA, cpu.py stands in. Streams, events and graphs are
-whatever the machine has."""
+"""The interface of a backend that captures and replays graphs; cuda.py and cpu.py implement it.
+
+- The types of streams, events and graphs are the backend's.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +13,7 @@ Written = Sequence[torch.Tensor | None]
 
 
 class HostSync(RuntimeError):
-    """An operation that waits for the device stands in what is captured."""
+    """The captured code has an operation that waits for the device."""
 
 
 class Graph(Protocol):
@@ -26,23 +28,23 @@ class Backend(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Around warm-up and captures."""
 
-    def warming(self) -> AbstractContextManager[None]:
+    def warmup(self) -> AbstractContextManager[None]:
         """Around the warm-up."""
 
     def prepare(self, *, warmed: bool) -> None:
         """Before the captures."""
 
     def capture(
-        self, work: Callable[[], Written], *, apart: bool = False
+        self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[Graph, list[torch.Tensor | None], frozenset]:
         """The graph, the static tensors that it writes, and the events that it records for work outside of it.
-        `apart`: a graph that may be replayed at any time, whose memory no other one may have."""
+        private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
 
-    def release(self, tensors: Written, *, apart: bool = False) -> list[torch.Tensor | None]:
-        """Gives the memory of static tensors back: captures from here on may write there."""
+    def release(self, tensors: Written, *, private_pool: bool = False) -> list[torch.Tensor | None]:
+        """Releases the memory of static tensors: later captures may write there."""
 
     def replay_of(self, graph: Graph) -> Callable[[], None]:
-        """Its replay, with as little of Python as there can be."""
+        """A function that replays the graph with the least Python overhead."""
 
     def current_stream(self) -> object: ...
 
@@ -51,6 +53,6 @@ class Backend(Protocol):
     def is_event(self, event: object) -> bool: ...
 
     def handle_of(self, event: object) -> object:
-        """By which capture() lists it."""
+        """The handle by which capture() lists the event."""
 
     def on(self, stream: object) -> AbstractContextManager: ...

@@ -1,1 +1,1 @@
-"""How make_graphed_callables captures: arguments, plan, warm-up, captures, and what is put back afterwards."""
+"""The capture in make_graphed_callables: arguments, plan, warm-up, the captures, and the state restored after them."""

@@ -1,5 +1,8 @@
-"""What a graph would get wrong without a word: looked for behind a forward of what is captured, while its history is
-there. Changes nothing, and checks no call."""
+"""Checks of a captured forward for what replays would get wrong without an error.
+
+- They run after a forward, while its autograd graph exists.
+- They change nothing; the checks of a call are in replay/.
+"""
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +10,11 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch.graph.capture.work import Work
+from transformer_engine.pytorch.graph.capture.static_callable import StaticCallable
 from transformer_engine.pytorch.graph.describe import OP
-from transformer_engine.pytorch.graph.memory.buffers import dense, overlap
+from transformer_engine.pytorch.graph.memory.buffers import is_dense, spans_overlap
 
-# What stays the same from call to call, and can hold no tensor.
+# Types of results that are the same in each call and hold no tensor.
 _CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -19,7 +22,7 @@ _CONSTANTS = (
 
 
 def _leaves(results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in whose .grad a backward from the results would end."""
+    """The leaf tensors that a backward from the results would reach."""
     yield from (t for t in results if t.grad_fn is None)
     waiting = [t.grad_fn for t in results if t.grad_fn is not None]
     seen = set(waiting)
@@ -33,33 +36,33 @@ def _leaves(results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
                 waiting.append(following)
 
 
-def check_leaves(name: str, work: Work) -> None:
-    """Every gradient of the results has somewhere to go: an input, or a parameter of the module."""
-    known = {id(t) for t in (*work.inputs, *work.parameters)}
-    lost = [t for t in _leaves(work.live) if id(t) not in known]
+def check_gradient_leaves(name: str, func: StaticCallable) -> None:
+    """Each leaf of the results has to be an input or a parameter of the module."""
+    known = {id(t) for t in (*func.inputs, *func.parameters)}
+    lost = [t for t in _leaves(func.outputs_with_grad) if id(t) not in known]
     if lost:
         raise ValueError(
-            f"{OP}: the result of {name} depends on tensors that want a gradient and are neither its arguments nor "
+            f"{OP}: the result of {name} depends on tensors that require a gradient and are neither its arguments nor "
             f"parameters of a module that was passed, of shapes {[list(t.shape) for t in lost]}: a replay would give "
-            "them none. Pass the module itself in place of a function that calls it, such a tensor as an argument, or "
-            "detach it."
+            "them none. Pass the module itself in place of a function that calls it, pass such a tensor as an "
+            "argument, or detach it."
         )
 
 
-def check_result(name: str, work: Work) -> None:
-    """What is no tensor in a result is a constant: a replay returns the very same."""
-    for leaf, is_tensor in zip(work.result, work.is_tensor):
+def check_result_types(name: str, func: StaticCallable) -> None:
+    """Values other than tensors in a result have to be constants: a replay returns the same objects."""
+    for leaf, is_tensor in zip(func.result_leaves, func.is_tensor):
         if not is_tensor and not isinstance(leaf, _CONSTANTS):
             raise ValueError(
-                f"{OP}: the result of {name} has a {type(leaf).__qualname__}, whose tensors, if it holds any, no "
-                "replay would write; return tensors in tuples, lists or dicts, or register the class with "
+                f"{OP}: the result of {name} has a {type(leaf).__qualname__}; if it holds tensors, a replay would not "
+                "write them. Return tensors in tuples, lists or dicts, or register the class with "
                 "torch.utils._pytree."
             )
 
 
 @contextmanager
-def buffers_stay(name: str, module: object) -> Iterator[None]:
-    """Around the forward that is captured: a graph reads and writes the buffers that it found."""
+def buffers_unchanged(name: str, module: object) -> Iterator[None]:
+    """Around a captured forward: it must not replace buffers, since a graph reads and writes those of the capture."""
 
     def found() -> dict[str, torch.Tensor]:
         return dict(module.named_buffers(remove_duplicate=False)) if isinstance(module, torch.nn.Module) else {}
@@ -71,19 +74,19 @@ def buffers_stay(name: str, module: object) -> Iterator[None]:
     if replaced:
         last = replaced[0].rpartition(".")[2]
         raise ValueError(
-            f"{OP}: the forward of {name} replaces its buffers {replaced} by other tensors, and a graph goes on with "
-            f"those that it was captured with; write to them in place (self.{last}.copy_(...) or self.{last}.add_(1) "
-            f"in place of self.{last} = ...)."
+            f"{OP}: the forward of {name} replaces its buffers {replaced} by other tensors, but a graph keeps using "
+            f"those of its capture; write to them in place (self.{last}.copy_(...) or self.{last}.add_(1) instead of "
+            f"self.{last} = ...)."
         )
 
 
 @contextmanager
-def _noting_saved() -> Iterator[set[int]]:
-    """The memory (where it begins) of all that a forward inside saves for its backward, there when it is left."""
+def _saved_addresses() -> Iterator[set[int]]:
+    """Yields a set that has, after the block, the storage addresses of all tensors saved for the backward inside."""
     kept, found = [], set()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept.append(t.detach())  # alive to the end, or its memory may be another's
+        kept.append(t.detach())  # kept alive to the end: otherwise its memory may be reused
         return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -91,41 +94,41 @@ def _noting_saved() -> Iterator[set[int]]:
     found.update(t.untyped_storage().data_ptr() for t in kept if type(t) is torch.Tensor)
 
 
-def _note_guarded(work: Work, results: Sequence[torch.Tensor], saved: set[int]) -> None:
-    """Which arguments, parameters, buffers and results nobody may write to before the backward: those that it reads,
-    and results that share elements with an argument, a parameter or another result, whose gradients would not know of
-    it."""
+def _record_guards(func: StaticCallable, results: Sequence[torch.Tensor], saved: set[int]) -> None:
+    """Records the arguments, parameters, buffers and results that must not be written before the backward: those that
+    it reads, and results that share elements with an argument, a parameter or another result, since autograd would not
+    see such a write."""
 
-    def plain(t: torch.Tensor) -> bool:  # one of a class of its own may lie nowhere
+    def plain(t: torch.Tensor) -> bool:  # a subclass may have no memory of its own
         return type(t) in (torch.Tensor, torch.nn.Parameter)
 
     def read(t: torch.Tensor) -> bool:
         return t.numel() > 0 and t.untyped_storage().data_ptr() in saved
 
     def shares(i: int) -> bool:
-        others = (*work.inputs, *work.parameters, *work.frozen, *results[:i], *results[i + 1 :])
+        others = (*func.inputs, *func.parameters, *func.frozen, *results[:i], *results[i + 1 :])
         t = results[i]
-        return any(overlap(t, other) and (dense(t) or dense(other)) for other in others if plain(other))
+        return any(spans_overlap(t, other) and (is_dense(t) or is_dense(other)) for other in others if plain(other))
 
-    work.guarded_inputs = [i for i, t in enumerate(work.inputs) if plain(t) and read(t)]
-    work.guarded_results = [i for i, t in enumerate(results) if plain(t) and (read(t) or shares(i))]
-    if isinstance(work.module, torch.nn.Module):
-        held = (*work.module.parameters(), *work.module.buffers())
+    func.guarded_inputs = [i for i, t in enumerate(func.inputs) if plain(t) and read(t)]
+    func.guarded_results = [i for i, t in enumerate(results) if plain(t) and (read(t) or shares(i))]
+    if isinstance(func.module, torch.nn.Module):
+        held = (*func.module.parameters(), *func.module.buffers())
         strided = [t for t in held if plain(t) and t.layout is torch.strided and not t.is_nested]
-        work.guarded_held = [t for t in strided if not t.is_inference() and read(t)]
+        func.guarded_module_tensors = [t for t in strided if not t.is_inference() and read(t)]
 
 
-def noted_once(work: Work) -> Callable[[], list[torch.Tensor]]:
-    """The work's forward, which notes what is guarded when it is called first: the CPU calls it again and again."""
-    calls = []
+def record_guards_once(func: StaticCallable) -> Callable[[], list[torch.Tensor]]:
+    """The forward of `func`. Its first call records the guarded tensors; the CPU backend calls it at each replay."""
+    called = []
 
     def forward() -> list[torch.Tensor]:
-        if calls:
-            return work.forward()
-        calls.append(None)
-        with _noting_saved() as saved:
-            results = work.forward()
-        _note_guarded(work, results, saved)
+        if called:
+            return func.forward()
+        called.append(None)
+        with _saved_addresses() as saved:
+            results = func.forward()
+        _record_guards(func, results, saved)
         return results
 
     return forward

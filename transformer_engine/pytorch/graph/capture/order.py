@@ -1,4 +1,7 @@
-"""In which order the passes of a set of callables run, as steps. Plain data: no tensor and no module is seen here."""
+"""The order in which forwards, backwards and weight gradients of a set of callables run, as a list of steps.
+
+- Plain data, without tensors and modules.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +9,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 
-from transformer_engine.pytorch.graph.describe import OP, shown
+from transformer_engine.pytorch.graph.describe import OP, short_repr
 
 FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass: of which callable, with which of the sample arguments."""
+    """One forward, backward or weight-gradient step: the indices of its callable and of its sample arguments."""
 
     kind: str
     module: int
@@ -22,28 +25,28 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one training step. `scheduled_wgrad` has the modules whose delayed weight gradients have entries of
-    their own in the order; those of the others may be asked for at any time after their backward."""
+    """The steps of one training step. scheduled_wgrad: the modules whose delayed weight gradients have entries in the
+    order; for the others backward_dw() may be called at any time after the backward."""
 
     steps: tuple[Step, ...]
     samples: int
     scheduled_wgrad: frozenset[int] = frozenset()
 
 
-def plain_schedule(modules: int) -> Schedule:
-    """One sample each, forward in order, backward in reverse: how layers of one model run."""
+def sequential_schedule(modules: int) -> Schedule:
+    """One sample for each module, forward in order and backward in reverse, as the layers of a model run."""
     steps = [Step(FORWARD, i, i) for i in range(modules)]
     for i in reversed(range(modules)):
         steps += [Step(BACKWARD, i, i), Step(WGRAD, i, i)]
     return Schedule(tuple(steps), modules)
 
 
-def _layers_of_chunks(layers: int | Sequence[int] | None, chunks: int, modules: int) -> list[int]:
+def _layers_per_chunk(layers: int | Sequence[int] | None, chunks: int, modules: int) -> list[int]:
     if layers is None:
         if modules % chunks:
             raise ValueError(
-                f"{OP}: argument '_order' has {chunks} chunks, which do not divide {modules} modules; say in "
-                "'_num_layers_per_chunk' how many each chunk has."
+                f"{OP}: argument '_order' has {chunks} chunks, which do not divide {modules} modules; pass the number "
+                "of modules of each chunk in '_num_layers_per_chunk'."
             )
         counts = [modules // chunks] * chunks
     else:
@@ -51,18 +54,18 @@ def _layers_of_chunks(layers: int | Sequence[int] | None, chunks: int, modules: 
     good = all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in counts)
     if not good or len(counts) != chunks or sum(counts) != modules:
         raise ValueError(
-            f"{OP}: argument '_num_layers_per_chunk' is {shown(layers)} for {chunks} chunks of {modules} modules in "
-            "all, wanted for each chunk a number, 0 too, that add up to the modules."
+            f"{OP}: argument '_num_layers_per_chunk' is {short_repr(layers)} for {chunks} chunks and {modules} "
+            "modules, wanted a number from 0 up for each chunk; their sum has to be the number of modules."
         )
     return [int(n) for n in counts]
 
 
-def _entry(position: int, value: object) -> tuple[str, int]:
-    """(kind, chunk from 0) of one entry."""
+def _parse_entry(position: int, value: object) -> tuple[str, int]:
+    """(kind, chunk from 0) of one entry of an order."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value == 0:
         raise ValueError(
-            f"{OP}: argument '_order' has {shown(value)} at position {position}, wanted chunk numbers from 1."
+            f"{OP}: argument '_order' has {short_repr(value)} at position {position}, wanted chunk numbers from 1."
         )
     exact = Fraction(int(value) if isinstance(value, Integral) else float(value))
     if exact.denominator == 1:
@@ -70,24 +73,27 @@ def _entry(position: int, value: object) -> tuple[str, int]:
     if exact < -1 and exact.denominator == 2:
         return WGRAD, int(-exact) - 1
     raise ValueError(
-        f"{OP}: argument '_order' has {value!r} at position {position}; the weight gradients of chunk c are -c - 0.5, "
-        "no other fraction means anything."
+        f"{OP}: argument '_order' has {value!r} at position {position}; the only fractions allowed are -c - 0.5, for "
+        "the weight gradients of chunk c."
     )
 
 
 def pipeline_schedule(
-    order: Sequence[int | float], layers_per_chunk: int | Sequence[int] | None, modules: int, delays: Sequence[bool]
+    order: Sequence[int | float],
+    layers_per_chunk: int | Sequence[int] | None,
+    modules: int,
+    delays_wgrad: Sequence[bool],
 ) -> Schedule:
-    """The steps that `order` asks for: +c runs chunk c's forward on its next microbatch, -c the backward of its oldest
-    one, -c-0.5 the weight gradients that the latest -c left. `delays`: of each module, whether it leaves any."""
+    """The steps of `order`: +c runs the forward of chunk c on its next microbatch, -c the backward of its oldest one,
+    -c-0.5 the weight gradients that the latest -c delayed. delays_wgrad: for each module, whether it delays any."""
     if isinstance(order, str | bytes) or not isinstance(order, Sequence) or not order:
-        raise ValueError(f"{OP}: argument '_order' is {shown(order)}, wanted a list of chunk numbers.")
-    entries = [_entry(position, value) for position, value in enumerate(order)]
+        raise ValueError(f"{OP}: argument '_order' is {short_repr(order)}, wanted a list of chunk numbers.")
+    entries = [_parse_entry(position, value) for position, value in enumerate(order)]
     chunks = max(chunk for _, chunk in entries) + 1
     missing = next(chunk for chunk in range(chunks + 1) if chunk not in {chunk for _, chunk in entries}) + 1
     if missing <= chunks:
         raise ValueError(
-            f"{OP}: argument '_order' has an entry of chunk {chunks}, and none of chunk {missing}; chunks are numbered "
+            f"{OP}: argument '_order' has an entry of chunk {chunks}, but none of chunk {missing}; number the chunks "
             "from 1 without a gap."
         )
     forwards = [sum(entry == (FORWARD, chunk) for entry in entries) for chunk in range(chunks)]
@@ -96,9 +102,9 @@ def pipeline_schedule(
     if microbatches == 0 or set(forwards + backwards) != {microbatches}:
         raise ValueError(
             f"{OP}: argument '_order' has {forwards} forward and {backwards} backward entries of chunks 1 to {chunks}, "
-            "wanted as many of each: one for every microbatch."
+            "wanted the same number of each: one for every microbatch."
         )
-    counts = _layers_of_chunks(layers_per_chunk, chunks, modules)
+    counts = _layers_per_chunk(layers_per_chunk, chunks, modules)
     first = [sum(counts[:chunk]) for chunk in range(chunks)]
 
     def layer_steps(kind: str, chunk: int, microbatch: int) -> list[Step]:
@@ -109,9 +115,9 @@ def pipeline_schedule(
     in_chunk = [range(first[chunk], first[chunk] + counts[chunk]) for chunk in range(chunks)]
     with_entries = {chunk for kind, chunk in entries if kind == WGRAD}
     for chunk in with_entries:
-        if in_chunk[chunk] and not any(delays[module] for module in in_chunk[chunk]):
+        if in_chunk[chunk] and not any(delays_wgrad[module] for module in in_chunk[chunk]):
             raise ValueError(
-                f"{OP}: argument '_order' has {-chunk - 1.5}, but no module of chunk {chunk + 1} leaves any weight "
+                f"{OP}: argument '_order' has {-chunk - 1.5}, but no module of chunk {chunk + 1} delays weight "
                 "gradients; build them with delay_wgrad_compute=True and capture them in train mode, with gradients, "
                 "or leave the entry out."
             )
@@ -128,9 +134,9 @@ def pipeline_schedule(
             kind == BACKWARD and chunk in with_entries and turn > done[WGRAD][chunk]
         ):
             raise ValueError(
-                f"{OP}: argument '_order' has {shown(order[position])} at position {position}, where chunk {chunk + 1} "
-                f"had {done[BACKWARD][chunk]} backward and {done[WGRAD][chunk]} weight-gradient entries; wanted one "
-                f"{-chunk - 1.5} between each {-chunk - 1} and the next."
+                f"{OP}: argument '_order' has {short_repr(order[position])} at position {position}, after "
+                f"{done[BACKWARD][chunk]} backward and {done[WGRAD][chunk]} weight-gradient entries of chunk "
+                f"{chunk + 1}; wanted one {-chunk - 1.5} between each {-chunk - 1} and the next."
             )
         done[kind][chunk] += 1
         steps += layer_steps(kind, chunk, turn)
@@ -140,7 +146,7 @@ def pipeline_schedule(
         if done[WGRAD][chunk] != microbatches:
             raise ValueError(
                 f"{OP}: argument '_order' has {done[WGRAD][chunk]} of {microbatches} weight-gradient entries of chunk "
-                f"{chunk + 1}; wanted one {-chunk - 1.5} behind the last {-chunk - 1} too, or none at all."
+                f"{chunk + 1}; wanted one {-chunk - 1.5} after the last {-chunk - 1} too, or none at all."
             )
     scheduled = frozenset(module for chunk in with_entries for module in in_chunk[chunk])
     return Schedule(tuple(steps), modules * microbatches, scheduled)

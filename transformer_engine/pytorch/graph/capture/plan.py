@@ -1,4 +1,4 @@
-"""What is to be captured, all of it checked: plain data between make_graphed_callables and the capture."""
+"""The checked arguments of a capture, as plain data between make_graphed_callables and class Capture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from transformer_engine.pytorch.graph.capture.order import BACKWARD, WGRAD, Schedule, Step
-from transformer_engine.pytorch.graph.describe import name_of
-from transformer_engine.pytorch.graph.recorded.quantization import Quantization
-from transformer_engine.pytorch.graph.recorded.weight_flag import WeightFlag
-from transformer_engine.pytorch.graph.replay.arguments import Signature
+from transformer_engine.pytorch.graph.describe import callable_name
+from transformer_engine.pytorch.graph.recorded.quantization import Quantization, WeightFlag
+from transformer_engine.pytorch.graph.replay.signature import Signature
 
 Hooks = Mapping[str, Mapping[object, Callable[[object], None]]]
 
@@ -23,15 +22,15 @@ class CapturePlan:
     warmup_iterations: int
     hooks: Sequence[Hooks]  # one for each module
     quantizations: Sequence[Quantization]  # one for each module
-    flag: WeightFlag | None = None  # each call says whether quantized weights are made anew
+    weight_flag: WeightFlag | None = None  # if each call decides whether weights are quantized again
     allow_unused_input: bool = False
-    retain: bool = False
-    reuse: bool = False
+    retain_graph: bool = False
+    reuse_buffers: bool = False
     clone_parameter_grads: bool = True
     pool: object | None = None
-    before_warmup: Callable[[], object] | None = None
-    after_warmup: Callable[[], object] | None = None
-    delays: Sequence[bool] = field(default_factory=tuple)  # of each module: whether backward_dw() has something to do
+    pre_warmup_hook: Callable[[], object] | None = None
+    post_warmup_hook: Callable[[], object] | None = None
+    delays_wgrad: Sequence[bool] = field(default_factory=tuple)  # whether each module delays weight gradients
 
     def module_of(self, sample: int) -> int:
         return next(step.module for step in self.schedule.steps if step.sample == sample)
@@ -40,15 +39,16 @@ class CapturePlan:
         return [m for m in self.modules if isinstance(m, torch.nn.Module)]
 
     def name(self, step: Step) -> str:
-        return name_of(self.modules[step.module], step.module)
+        return callable_name(self.modules[step.module], step.module)
 
     def last_use(self, step: Step) -> bool:
-        """Whether a pass is over with this step. One whose weight gradients may be asked for at any time never is."""
-        if not self.delays[step.module]:
+        """Whether this step is the last one that uses the memory of its microbatch. There is none if backward_dw() may
+        be called at any time."""
+        if not self.delays_wgrad[step.module]:
             return step.kind == BACKWARD
         return step.kind == WGRAD and step.module in self.schedule.scheduled_wgrad
 
-    def stays(self, p: torch.nn.Parameter) -> bool:
-        """Whether its gradients are handed out without a copy: all are, or its owner takes them himself, behind
-        backward() or backward_dw(), and wants them at one address."""
+    def keeps_static_grad(self, p: torch.nn.Parameter) -> bool:
+        """Whether its gradients are returned without a copy: by the caller's option for all, or because the parameter
+        has skip_backward_post_hook and so needs them at one address after backward() or backward_dw()."""
         return not self.clone_parameter_grads or bool(getattr(p, "skip_backward_post_hook", False))

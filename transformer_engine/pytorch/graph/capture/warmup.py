@@ -1,4 +1,4 @@
-"""The warm-up of what is captured: eager runs in the schedule's order, on the stream of the captures."""
+"""Warms up a capture: eager runs in the order of the schedule, on the stream of the captures."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,30 +8,31 @@ import torch
 
 from transformer_engine.pytorch._internal.capture_flag import pass_ended
 from transformer_engine.pytorch.graph.backend.interface import Backend
-from transformer_engine.pytorch.graph.capture.checks import noted_once
+from transformer_engine.pytorch.graph.capture.checks import record_guards_once
+from transformer_engine.pytorch.graph.capture.microbatches import Microbatches
 from transformer_engine.pytorch.graph.capture.order import BACKWARD, FORWARD, WGRAD, Step
-from transformer_engine.pytorch.graph.capture.passes import Passes
-from transformer_engine.pytorch.graph.capture.work import Work
+from transformer_engine.pytorch.graph.capture.static_callable import StaticCallable
 from transformer_engine.pytorch.graph.describe import OP
 
 
-def warm_up(passes: Passes, backend: Backend) -> None:
-    plan = passes.plan
-    with backend.warming():
-        if plan.before_warmup is not None:
-            plan.before_warmup()
-        with _ended_by(plan.after_warmup):
+def warm_up(microbatches: Microbatches, backend: Backend) -> None:
+    plan = microbatches.plan
+    with backend.warmup():
+        if plan.pre_warmup_hook is not None:
+            plan.pre_warmup_hook()
+        with _post_warmup_hook_called(plan.post_warmup_hook):
             for iteration in range(plan.warmup_iterations):
                 for step in plan.schedule.steps:
-                    _KINDS[step.kind](passes, step, iteration)
+                    _KINDS[step.kind](microbatches, step, iteration)
                 pass_ended()
-            for work in passes.works:
-                work.live = []
+            for func in microbatches.funcs:
+                func.outputs_with_grad = []
 
 
 @contextmanager
-def _ended_by(hook: Callable[[], object] | None) -> Iterator[None]:
-    """Calls what undoes the hook before the warm-up, also where the warm-up raises: then that is what is raised."""
+def _post_warmup_hook_called(hook: Callable[[], object] | None) -> Iterator[None]:
+    """Calls the hook after the warm-up, even if it raises: the hook reverts what pre_warmup_hook did. The exception of
+    the warm-up is raised in preference to that of the hook."""
     try:
         yield
     except BaseException:
@@ -40,7 +41,7 @@ def _ended_by(hook: Callable[[], object] | None) -> Iterator[None]:
                 hook()
         except Exception as error:
             warnings.warn(
-                f"{OP}: 'post_warmup_hook', called behind a warm-up that failed, raised {type(error).__name__} "
+                f"{OP}: 'post_warmup_hook', called after a warm-up that failed, raised {type(error).__name__} "
                 f"too: {error}",
                 stacklevel=2,
             )
@@ -49,42 +50,42 @@ def _ended_by(hook: Callable[[], object] | None) -> Iterator[None]:
         hook()
 
 
-def _forward(passes: Passes, step: Step, iteration: int) -> None:
-    passes.hooks(step, "forward_pre_hooks")
-    work = passes.works[step.sample]
-    with passes.values_kept(step):
+def _forward(microbatches: Microbatches, step: Step, iteration: int) -> None:
+    microbatches.run_hooks(step, "forward_pre_hooks")
+    func = microbatches.funcs[step.sample]
+    with microbatches.values_restored(step):
         if iteration == 0:
-            _noted_forward(work)
+            _forward_recording_guards(func)
         else:
-            work.forward()
-    passes.check_forward(step)
-    passes.hooks(step, "forward_hooks")
+            func.forward()
+    microbatches.check_forward(step)
+    microbatches.run_hooks(step, "forward_hooks")
 
 
-def _noted_forward(work: Work) -> None:
+def _forward_recording_guards(func: StaticCallable) -> None:
     try:
-        noted_once(work)()
+        record_guards_once(func)()
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-        work.forward()  # torch.func inside, which takes no hooks: nothing is known of what it saves
+        func.forward()  # torch.func inside refuses saved-tensor hooks: its saved tensors stay unknown
 
 
-def _backward(passes: Passes, step: Step, iteration: int) -> None:
-    work = passes.works[step.sample]
-    if not work.has_backward():
+def _backward(microbatches: Microbatches, step: Step, iteration: int) -> None:
+    func = microbatches.funcs[step.sample]
+    if not func.has_backward():
         return
-    work.grad_outputs = [torch.ones_like(t) for t in work.live]
-    passes.hooks(step, "backward_pre_hooks")
-    grads = work.backward()
-    passes.hooks(step, "backward_hooks")
-    work.grad_outputs, work.live = [], []
-    passes.check_used(step, grads)
+    func.grad_outputs = [torch.ones_like(t) for t in func.outputs_with_grad]
+    microbatches.run_hooks(step, "backward_pre_hooks")
+    grads = func.backward()
+    microbatches.run_hooks(step, "backward_hooks")
+    func.grad_outputs, func.outputs_with_grad = [], []
+    microbatches.check_all_used(step, grads)
 
 
-def _wgrad(passes: Passes, step: Step, iteration: int) -> None:
-    if passes.works[step.sample].pending:
-        passes.works[step.sample].wgrad()
+def _wgrad(microbatches: Microbatches, step: Step, iteration: int) -> None:
+    if microbatches.funcs[step.sample].pending:
+        microbatches.funcs[step.sample].wgrad()
 
 
 _KINDS = {FORWARD: _forward, BACKWARD: _backward, WGRAD: _wgrad}

@@ -1,1 +1,1 @@
-"""The memory of graphs: static tensors, gradients lent from it, and passes that overwrite each other there."""
+"""Memory of graphs: static tensors, gradients that alias them, and microbatches that overwrite each other's memory."""

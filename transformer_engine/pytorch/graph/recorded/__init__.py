@@ -1,1 +1,1 @@
-"""What a capture leaves for replays: the graphs of each pass, their static tensors, flags and quantization."""
+"""The results of a capture that replays read: graphs, their static tensors, flags and quantization."""

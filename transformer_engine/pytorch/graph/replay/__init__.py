@@ -1,1 +1,1 @@
-"""A captured callable when it is called: what is checked, what is copied, and which graphs are replayed."""
+"""The call of a captured callable: checks, copies into static tensors, and the replay of graphs."""

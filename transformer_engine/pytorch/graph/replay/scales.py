@@ -1,5 +1,7 @@
-"""Scales of delayed scaling around replays, in which no module runs: what modules do about them in eager. Captures and
-quantizes nothing."""
+"""Delayed scaling around replays: since a replay runs no module, this does what modules do for their scales in eager.
+
+- Nothing is captured or quantized here.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +15,50 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.recompute_phase import RecomputePhase
 from transformer_engine.pytorch._internal.torch_private import foreach_copy_
-from transformer_engine.pytorch.graph.recorded.quantization import Noted
+from transformer_engine.pytorch.graph.recorded.quantization import UsedScales
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
 from transformer_engine.pytorch.quantization.module.quantization import DIRECTIONS
 from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
-# What tells a backward's region that it was reached: a watch, and a place in it.
+# How a backward reports to its region that it has run: a watch, and an index in it.
 Watched = tuple[_C.BackwardWatch, int]
 
 
 class Scales:
-    """The scaling states of the modules that ran in a captured forward, to be updated around its replays.
+    """The scaling states of the modules that ran in a captured forward, which are updated around its replays.
 
-    Amaxes are reduced over the group of the autocast around a call, as in eager: of an autocast inside of what is
-    captured that one's, and outside of any autocast the group of the capture."""
+    Amaxes are reduced over the group of the autocast around the call, as in eager; over that of an autocast inside the
+    captured callable, if there is one; and over the group of the capture if the call is outside of any autocast.
+    """
 
     def __init__(
-        self, label: str, parts: Sequence[TransformerEngineBaseModule], noted: Sequence[Noted], group: object | None
+        self,
+        label: str,
+        parts: Sequence[TransformerEngineBaseModule],
+        used: Sequence[UsedScales],
+        group: object | None,
     ) -> None:
         self.label, self.group = label, group
-        self.parts = [one.part for one in noted]  # in eager's order, which is the same on all ranks
-        # A module's memory of scales, the state that it has there, and its tensors: what the graph reads.
-        self.known: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
-        self._groups = [(one.inside, one.group) for one in noted]
+        self.parts = [one.part for one in used]  # in the order of eager, which is the same on all ranks
+        # What the graph reads: the dict of a module's states, the key, the state, and its tensors.
+        self.captured: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
+        self._groups = [(one.inside, one.group) for one in used]
         for meta in (part.runtime.scaling_states() for part in self.parts):
             for key in DIRECTIONS:
                 state = meta[key]
-                self.known.append((meta, key, state, state.amax_history, state.scale))
+                self.captured.append((meta, key, state, state.amax_history, state.scale))
         self.states = [part.runtime.scaling_states()["scaling_fwd"] for part in self.parts]
-        # Where the forward records amaxes, and how many there are in each.
-        self.rows = [state.amax_history[0] for state in self.states]
-        self.widths = [row.numel() for row in self.rows]
-        self._left: deque[tuple] = deque()  # by first runs whose recomputations come in their order
-        # The graph reads their memory, whatever the modules do in eager.
-        self.kept = [part.runtime.reads() for part in parts]
+        # The rows in which the forward records amaxes, and their lengths.
+        self.amax_rows = [state.amax_history[0] for state in self.states]
+        self.widths = [row.numel() for row in self.amax_rows]
+        self._left: deque[tuple] = deque()  # entries of first runs, whose recomputations run in the same order
+        # Kept alive: the graph reads their memory, even if the modules replace it in eager.
+        self.kept_alive = [part.runtime.reads() for part in parts]
         self._prepare(group)
 
     def _prepare(self, around: object | None) -> None:
-        """A region's entries: forward's and backward's."""
+        """Prepares the entries of a region, for forward and backward."""
         self._prepared_for = around
         self.forward: dict[int, tuple] = {}
         self.backward: dict[int, tuple] = {}
@@ -62,74 +69,74 @@ class Scales:
 
     # ---- at a replay ----
 
-    def enter(self) -> tuple[Region, Region | None]:
-        """(the region around a call, which its states enter; that region once more where there is no autocast, and it
-        is to be updated behind the call)."""
-        self._check_known()
+    def enter_region(self) -> tuple[Region, Region | None]:
+        """(the region of a call, with the states of the callable added; the same region if no autocast surrounds the
+        call, so that the call has to update it, else None)."""
+        self._check_captured()
         state = current_state()
         around = state.group if state.active else self.group
         if around is not self._prepared_for:
             self._prepare(around)
-        region, alone = state.region, None
+        region, own_region = state.region, None
         if region is None:
-            region = alone = Region()
+            region = own_region = Region()
         region.add_all(self.forward, self.backward)
-        return region, alone
+        return region, own_region
 
-    def join(self) -> tuple[Watched | None, Region | None]:
-        """At a replay with gradients: (what its backward tells that it was reached; enter's second)."""
-        region, alone = self.enter()
+    def join_region(self) -> tuple[Watched | None, Region | None]:
+        """At a replay with gradients: (what its backward reports to, the second result of enter_region)."""
+        region, own_region = self.enter_region()
         if region.claimed:
-            return None, alone
+            return None, own_region
         watch = region.watch()
-        return (watch, watch.take()), alone
+        return (watch, watch.take()), own_region
 
     def first_run(self, phase: RecomputePhase, backward: bool) -> tuple[Watched | None, Region | None]:
-        """As join, at a call that is recomputed later: its recomputation is left the scales that this one reads, and,
-        where no gradients are recorded, what it tells that it was reached. `backward`: this call has one of its own."""
-        region, alone = self.enter()
+        """As join_region, at a call that is recomputed later: stores for the recomputation the scales that this call
+        reads and, without gradients, what the recomputation's backward reports to. backward: this call has one, too."""
+        region, own_region = self.enter_region()
         grad, watched = torch.is_grad_enabled(), None
         if not region.claimed and (backward or not grad):
             watch = region.watch()
             watched = watch, watch.take()
         entry = [state.used() for state in self.states], None if grad else watched
         phase.leave(self, entry)
-        return watched if grad else None, alone
+        return watched if grad else None, own_region
 
     def left_in_order(self) -> deque[tuple]:
         return self._left
 
     @torch.no_grad()
-    def again(self, phase: RecomputePhase) -> tuple[Watched | None, Callable[[], None]]:
-        """At a recomputation, which reads what its first run read, and records the amaxes of its backward alone: (what
-        that tells that it was reached; what puts the scales of now back behind the forward, and their amaxes).
-        RuntimeError where the first run left none."""
-        self._check_known()
+    def recompute(self, phase: RecomputePhase) -> tuple[Watched | None, Callable[[], None]]:
+        """At a recomputation, which reads the scales of its first run and records only amaxes of its backward: (what
+        the backward reports to, a function that restores the present scales and amaxes after the forward).
+        RuntimeError if the first run stored none."""
+        self._check_captured()
         entry = phase.take(self)
         if entry is None:
             raise RuntimeError(
-                f"{self.label}: a recomputed call needs the scales of its first run, but that run left none; run it "
+                f"{self.label}: a recomputed call needs the scales of its first run, but that run stored none; run it "
                 "inside activation_recompute_forward(activation_recompute=True), or use te.checkpoint."
             )
         scales, watched = entry
         if watched is not None and watched[0].reached(watched[1]):
             watched = None
-        live = [state.scale for state in self.states]
-        put_back = self._kept(self.rows + live, self.widths * 2)
-        foreach_copy_(live, scales)
-        return watched, put_back
+        present = [state.scale for state in self.states]
+        restore = self._restore_of(self.amax_rows + present, self.widths * 2)
+        foreach_copy_(present, scales)
+        return watched, restore
 
     @torch.no_grad()
-    def noted_rows(self) -> Callable[[], None]:
-        """Puts back the amaxes that a forward is about to record, where eager records none."""
-        return self._kept(self.rows, self.widths)
+    def restore_amaxes(self) -> Callable[[], None]:
+        """Before a forward that records no amaxes in eager: returns a function that restores them after it."""
+        return self._restore_of(self.amax_rows, self.widths)
 
     @staticmethod
-    def _kept(tensors: list[torch.Tensor], widths: list[int]) -> Callable[[], None]:
+    def _restore_of(tensors: list[torch.Tensor], widths: list[int]) -> Callable[[], None]:
         return partial(foreach_copy_, tensors, torch.cat(tensors).split(widths))
 
-    def _check_known(self) -> None:
-        for meta, key, state, history, scale in self.known:
+    def _check_captured(self) -> None:
+        for meta, key, state, history, scale in self.captured:
             if meta.get(key) is not state or state.amax_history is not history or state.scale is not scale:
                 self._refuse(meta)
 
@@ -137,5 +144,5 @@ class Scales:
         part = next(part for part in self.parts if part.runtime.scaling_states() is meta)
         raise RuntimeError(
             f"{self.label}: a {type(part).__name__} has other scales than when it was captured (another recipe or "
-            "history length, a move), and the graph knows the old ones; capture again."
+            "history length, a move), but the graph reads the old ones; capture again."
         )
