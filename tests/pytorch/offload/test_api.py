@@ -173,8 +173,8 @@ def test_the_older_module_has_every_name():
 def test_there_is_one_path(monkeypatch, device):
     """The variable that selects the other implementation raises one warning; marks still hold."""
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    offload_context._warn_of_the_other_path.cache_clear()
-    with pytest.warns(UserWarning, match=r"NVTE_CPU_OFFLOAD_V1=1 .* one alone.*mark_not_offload\(\)") as caught:
+    offload_context._warn_v1_path.cache_clear()
+    with pytest.warns(UserWarning, match=r"NVTE_CPU_OFFLOAD_V1=1 .* only one.*mark_not_offload\(\)") as caught:
         made = [cpu_offload_v1.get_cpu_offload_context(True, K, N) for _ in range(3)]
     assert len(caught) == 1 and caught[0].filename == __file__
     layers, x = stack(device), randn(8, 16, device=device)
@@ -187,7 +187,7 @@ def test_there_is_one_path(monkeypatch, device):
     assert left - made[1][0].offload_synchronizer.get_offloaded_total_size_mb() == x.nbytes / 2**20
     for value in ("0", "2", ""):
         monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", value)
-        offload_context._warn_of_the_other_path.cache_clear()
+        offload_context._warn_v1_path.cache_clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             te.get_cpu_offload_context(True, K, N)

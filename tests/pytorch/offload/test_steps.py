@@ -227,7 +227,7 @@ def test_a_backward_in_the_middle_of_a_forward(at, stack):
 def test_forwards_that_take_turns(stack):
     inputs = [stack.x.clone().requires_grad_() for _ in range(2)]
     first = forward(stack.layers[:1], inputs[0], stack.context, stack.sync)
-    with pytest.warns(RuntimeWarning, match="sync_fn: the result of layer 1 .* two take turns"):
+    with pytest.warns(RuntimeWarning, match="sync_fn: the result of layer 1 .* two forwards alternate"):
         forward(stack.layers[:1], inputs[1], stack.context, stack.sync)
     del first
     stack.context.offload_synchronizer.forget_step()
