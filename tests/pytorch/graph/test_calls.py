@@ -249,7 +249,7 @@ def test_the_other_mode_raises_in_the_class(device):
 def test_the_other_mode_is_told_of_the_first_microbatch(device):
     """Through a __call__ with that argument, or one that passes keywords to a forward with it."""
 
-    class Passing(te.Linear):
+    class PassingKeywords(te.Linear):
         def __call__(self, *args, **kwargs):
             return super().__call__(*args, **kwargs)
 
@@ -257,7 +257,7 @@ def test_the_other_mode_is_told_of_the_first_microbatch(device):
         def __call__(self, x, is_first_microbatch=None):
             return super().__call__(x, is_first_microbatch=is_first_microbatch)
 
-    for kind in (Passing, Naming):
+    for kind in (PassingKeywords, Naming):
         module = kind(HIDDEN, HIDDEN, device=device, fuse_wgrad_accumulation=True)
         eager = copy.deepcopy(module)
         for m in (module, eager):

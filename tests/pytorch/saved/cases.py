@@ -3,10 +3,10 @@ import torch
 from support import assert_same_bits
 from torch.autograd.graph import saved_tensors_hooks
 
-from transformer_engine.pytorch import saved as door
+from transformer_engine.pytorch import saved as saved_hooks
 
 
-class Copied(door.PackedStorage):
+class Copied(saved_hooks.PackedStorage):
     """A storage whose bytes are copied when its handler offloads, and restored into separate memory."""
 
     status, back = "copied", "nothing: it was copied"
@@ -21,7 +21,7 @@ class Copied(door.PackedStorage):
         return self.copy
 
 
-class Toy(door.StorageHandler):
+class Toy(saved_hooks.StorageHandler):
     """Takes float32 tensors of more than n elements."""
 
     def __init__(self, n=0):

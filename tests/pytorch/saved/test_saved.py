@@ -12,7 +12,7 @@ from support import randn, refused
 from torch.autograd.graph import save_on_cpu
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import saved as door
+from transformer_engine.pytorch import saved as saved_hooks
 
 from ..offload.cases import small  # noqa: F401
 from .cases import Copied, Noted, Toy, same
@@ -56,7 +56,7 @@ def top():
 def test_a_client_takes_what_it_wants(n, leaves, device):
     module, x, toy = Mixed(device), given(device), Toy(n)
     expected = plain(module, x)
-    with door.Hooks(toy):
+    with saved_hooks.Hooks(toy):
         y = module(x)
     assert top() is None
     sizes = {count for dtype, count in toy.offered if dtype is torch.float32}
@@ -74,7 +74,7 @@ def test_parameters_and_what_is_marked_are_not_offered(device):
     weight, marked = torch.nn.Parameter(randn(16, device=device)), randn(16, device=device)
     te.mark_not_offload(marked)
     x = randn(16, device=device, requires_grad=True)
-    with noted.hooks(), door.Hooks(toy):
+    with noted.hooks(), saved_hooks.Hooks(toy):
         y = (x * weight).sum() + (x * weight.view(4, 4).view(-1)).sum() + (x * marked[:]).sum()
     y.backward()
     assert toy.offered == [(torch.float32, 16)]  # x, once
@@ -88,7 +88,7 @@ def test_beside_offload(order, device):
     module, x, toy = Mixed(device), given(device), Toy(50 if order == "inside" else 0)
     expected = plain(module, x)
     context, sync = te.get_cpu_offload_context(True, 1, 2)
-    first, second = (context, door.Hooks(toy)) if order == "inside" else (door.Hooks(toy), context)
+    first, second = (context, saved_hooks.Hooks(toy)) if order == "inside" else (saved_hooks.Hooks(toy), context)
     with first, second:
         y = module(x)
     y = sync(y)
@@ -111,7 +111,7 @@ def test_contexts_within_contexts(device):
     module, x = Mixed(device), given(device)
     expected = plain(module, x)
     inner, middle, outer, noted = Toy(50), Toy(1000), Toy(0), Noted()
-    with noted.hooks(), door.Hooks(outer), door.Hooks(middle), door.Hooks(inner):
+    with noted.hooks(), saved_hooks.Hooks(outer), saved_hooks.Hooks(middle), saved_hooks.Hooks(inner):
         y = module(x)
     assert inner.all > 0 and middle.all == 0 and outer.all > 0
     assert middle.offered == [entry for entry in inner.offered if entry != (torch.float32, 96)]
@@ -142,10 +142,10 @@ def test_what_lies_in_an_outer_context_is_fetched_before_any_of_it_is_read(devic
             return memory
 
     t, outer = FORMATS["block1d"](device=device)(randn(128, 128, device=device)), Everything()
-    with door.Hooks(outer), door.Hooks(Toy(10**9)) as inner:
+    with saved_hooks.Hooks(outer), saved_hooks.Hooks(Toy(10**9)) as inner:
         saved = inner.pack(t)
     outer.leave()
-    door.unpack(saved)
+    saved_hooks.unpack(saved)
     assert steps.count("fetch") == steps.count("restore") > 1
     assert steps == sorted(steps)
 
@@ -154,10 +154,10 @@ def test_hooks_in_between_are_the_last_that_are_asked(device):
     """As in torch: they hide all tensors from contexts around them."""
     module, x, toy, around, noted = Mixed(device), given(device), Toy(50), Toy(0), Noted()
     expected = plain(module, x)
-    with door.Hooks(around), noted.hooks(), door.Hooks(toy):
+    with saved_hooks.Hooks(around), noted.hooks(), saved_hooks.Hooks(toy):
         y = module(x)
     assert toy.all and noted.packed and not around.offered
-    with door.Hooks(toy), noted.hooks():
+    with saved_hooks.Hooks(toy), noted.hooks():
         offered = len(toy.offered)
         module(x)
         assert len(toy.offered) == offered
@@ -177,7 +177,7 @@ def test_the_rest_goes_to_save_on_cpu(who, device):
             pack = self.pack_hook
             self.pack_hook = lambda t: (packs.append(t.numel()), pack(t))[1]
 
-    with Counted(), context if who == "offload" else door.Hooks(toy):
+    with Counted(), context if who == "offload" else saved_hooks.Hooks(toy):
         y = module(x)
     y = sync(y) if who == "offload" else y
     assert 8 in packs and (who == "toy" or 96 not in packs)
@@ -196,8 +196,8 @@ def test_what_a_take_raises_is_raised_by_the_operation(device):
             return super().take(tensor)
 
     failing = Failing()
-    with door.Hooks(toy):
-        with refused(MemoryError, "no page is left"), door.Hooks(failing):
+    with saved_hooks.Hooks(toy):
+        with refused(MemoryError, "no page is left"), saved_hooks.Hooks(failing):
             module(x)
         gc.collect()  # freed with the traceback
         assert failing.all and not failing.taken  # the graph is freed
@@ -210,7 +210,7 @@ def test_what_a_take_raises_is_raised_by_the_operation(device):
 def test_a_graph_that_is_gone_through_twice(device):
     module, x, toy = Mixed(device), given(device), Toy()
     expected = plain(module, x)
-    with door.Hooks(toy):
+    with saved_hooks.Hooks(toy):
         y = module(x)
     same(gradients(module, x, y, retain_graph=True), expected)
     toy.leave()
@@ -226,7 +226,7 @@ def test_nothing_is_held_by_a_cycle(device):
     gc.collect()
     gc.disable()
     try:
-        with noted.hooks(), door.Hooks(Toy(1000)), door.Hooks(toy):
+        with noted.hooks(), saved_hooks.Hooks(Toy(1000)), saved_hooks.Hooks(toy):
             y = module(x)
         del y
         assert not toy.taken
@@ -242,7 +242,7 @@ def test_a_checkpoint_inside(reentrant, device):
     for run in (torch.utils.checkpoint.checkpoint, te.checkpoint):
         toy.offered.clear()
         start = x * 1
-        with door.Hooks(toy):
+        with saved_hooks.Hooks(toy):
             y = run(module, start, use_reentrant=reentrant)
             after = y.sin()
         assert set(toy.offered) <= {(torch.float32, 96), (torch.float32, 0)}
@@ -260,7 +260,7 @@ def test_a_context_inside_of_a_checkpoint_takes_nothing(reentrant, device):
     expected = plain(module, x)
 
     def run(x):
-        with door.Hooks(toy):
+        with saved_hooks.Hooks(toy):
             return module(x)
 
     y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant)
@@ -271,7 +271,7 @@ def test_a_context_inside_of_a_checkpoint_takes_nothing(reentrant, device):
 
 def test_nothing_is_recorded(device):
     module, x, toy = Mixed(device), given(device), Toy()
-    with torch.no_grad(), door.Hooks(toy):
+    with torch.no_grad(), saved_hooks.Hooks(toy):
         assert top() is None
         with torch.enable_grad():
             module(x)
@@ -286,7 +286,7 @@ def test_a_second_derivative_inside_of_a_context(device):
         return torch.autograd.grad(first.sin(), x, torch.ones_like(first))
 
     expected = second(x.sin())
-    with door.Hooks(toy):
+    with saved_hooks.Hooks(toy):
         y = x.sin()
         toy.leave()
         found = second(y)
@@ -301,7 +301,7 @@ def test_the_memory_plan_hears_of_every_client(device):
             self.inner, self.toy = Mixed(device), Toy(50)
 
         def forward(self, x):
-            with door.Hooks(self.toy):
+            with saved_hooks.Hooks(self.toy):
                 y = self.inner(x)
             self.toy.leave()
             return y

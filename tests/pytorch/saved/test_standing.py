@@ -8,7 +8,7 @@ from quantized_cases import FORMATS
 from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import saved as door
+from transformer_engine.pytorch import saved as saved_hooks
 
 from ..offload.cases import small  # noqa: F401
 from .cases import Noted, Toy, same
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("small")  # offload takes tensors of 64 ele
 def test_versions(how, device):
     toy = Toy(1000 if how == "kept" else 0)
     x = randn(20, device=device, requires_grad=True)
-    with door.Hooks(toy):
+    with saved_hooks.Hooks(toy):
         y = x.sin()
         z = y.exp()  # saves its result
     if how == "gone":
@@ -38,7 +38,7 @@ def test_versions(how, device):
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_resized_storage(taken, device):
     toy, x = Toy(0 if taken else 1000), randn(20, device=device, requires_grad=True)
-    with door.Hooks(toy):
+    with saved_hooks.Hooks(toy):
         t = randn(20, device=device)
         y = x * t
     t.untyped_storage().resize_(0)
@@ -63,7 +63,7 @@ class Keeps(torch.autograd.Function):
 
 def there_and_back(client, *kept, leave=None, times=1):
     back, x = [], torch.ones(1, requires_grad=True)
-    with door.Hooks(client):
+    with saved_hooks.Hooks(client):
         y = Keeps.apply(back, x, *kept)
     (leave or client.leave)()
     for _ in range(times):
@@ -92,7 +92,7 @@ def test_memory_that_was_let_go_is_not_taken_for_a_later_one(device):
     for i in range(4):  # an allocator reuses the address
         t = torch.full((1000,), float(i), device=device)
         back, x = [], torch.ones(1, requires_grad=True)
-        with door.Hooks(toy):
+        with saved_hooks.Hooks(toy):
             graphs.append((back, Keeps.apply(back, x, t)))
         toy.leave()
         values.append(t.clone())

@@ -164,7 +164,8 @@ class OffloadableLayerState(StorageHandler):
         return None if small else OffloadedStorage(self, tensor)
 
     def push_tensor(self, tensor: torch.Tensor) -> object:
-        """What represents the tensor until pop_tensor(). It stays on the device until start_offload()."""
+        """Returns an object that represents the tensor until pop_tensor(). The tensor stays on the device until
+        start_offload()."""
         return self.push(tensor)
 
     def start_offload(self) -> None:

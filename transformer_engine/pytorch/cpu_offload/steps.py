@@ -165,7 +165,7 @@ class Synchronizer(SharedByCopies):
             )
 
     def push_tensor(self, tensor: torch.Tensor) -> object:
-        """What represents a tensor that the present layer saves."""
+        """Returns an object that represents a tensor which the present layer saves."""
         return self.current_layer().push_tensor(tensor)
 
     def pop_tensor(self, saved: object) -> torch.Tensor:

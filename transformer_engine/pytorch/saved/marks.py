@@ -1,4 +1,4 @@
-"""What callers declare of single tensors: memory that is never moved, and the live rows of a tensor.
+"""Declarations of callers about single tensors: memory that is never moved, and the live rows of a tensor.
 
 - A declaration is about memory, so it holds for every view of it.
 - The mark is an attribute that other code may set too; it is read when a tensor is saved.

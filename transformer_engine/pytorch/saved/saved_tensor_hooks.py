@@ -1,6 +1,6 @@
 """The Python part of saved-tensor hooks: the context that packs saved tensors, foreign hooks and quantized tensors.
 
-- csrc/saved_hooks/saved_tensor_hooks.h has the rest: a tensor that stays (Kept) is checked for changes; one in a packed
+- csrc/saved_hooks/saved_tensor_hooks.h has the rest: a tensor that stays is checked for changes; one in a packed
   storage (Saved) is unpacked as the view that it was, of memory that all views share (PackedStorage).
 - torch calls only the innermost saved-tensor hooks. These pass what their handler does not take to the next context
   around them, and at last to foreign hooks, so that contexts nest.
@@ -39,7 +39,7 @@ StorageHandler = _C.StorageHandler
 # - status, back: for te.memory_plan, where it is, and what bringing it back costs.
 PackedStorage = _C.PackedStorage
 
-Saved, Kept = _C.Saved, _C.Kept
+Saved = _C.Saved
 pop_saved = _C.pop_saved  # unpacks what represents a tensor; a tensor represents itself
 unpack = _C.unpack_saved  # the same in a backward: all parts that are not on the device are fetched first
 

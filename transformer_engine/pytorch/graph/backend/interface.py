@@ -1,6 +1,6 @@
 """The interface of a backend that captures and replays graphs; cuda.py and cpu.py implement it.
 
-- The types of streams, events and graphs are the backend's.
+- Each backend has types of its own for streams, events and graphs.
 """
 
 from collections.abc import Callable, Sequence

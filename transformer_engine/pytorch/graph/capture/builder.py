@@ -70,7 +70,7 @@ class GraphedBuilder:
         self._drop_tensors()
 
     def grads_share_memory(self) -> bool:
-        """Whether a gradient of an input lies in the memory of an incoming gradient."""
+        """Whether a gradient of an input shares memory with an incoming gradient."""
         return any_overlap(self.grad_inputs, self.grad_outputs)
 
     def build(self, plan: CapturePlan, backend: Backend, in_flight: InFlight, *, offloads: bool) -> Graphed:
@@ -154,7 +154,7 @@ class GraphedBuilder:
         )
 
     def _shares_memory(self, grad: torch.Tensor | None) -> bool:
-        """Whether another gradient lies in the memory of a parameter's gradient: accumulation would change both."""
+        """Whether another gradient shares memory with that of a parameter: accumulation would change both."""
         others = [*self.grad_parameters, *self.grad_inputs, *self.grad_outputs]
         return any_overlap([grad], [other for other in others if other is not grad])
 

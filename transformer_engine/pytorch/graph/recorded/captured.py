@@ -97,7 +97,7 @@ def _drop(graph: Graph, *tensors: list) -> None:
 
 
 class CallState:
-    """What changes from call to call of a captured callable."""
+    """The state of a captured callable that changes from call to call."""
 
     __slots__ = (
         *("all_inputs_copied", "backward_id", "forward_id", "mode_mismatches", "pending_wgrad", "ran_eager"),

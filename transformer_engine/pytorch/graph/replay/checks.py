@@ -63,7 +63,7 @@ class ReplayChecks:
         raise RuntimeError(
             f"{self.label}: called inside of a checkpoint, but graphs that were captured with it copy saved tensors to "
             "the host and back, which is correct only in the order of the captures, and a recomputation runs out of "
-            "that order; put the checkpoint inside of what is captured, or capture without CPU offload."
+            "that order; put the checkpoint inside of the captured callable, or capture without CPU offload."
         )
 
     def refuse_forward_id(self, forward_id: int) -> None:

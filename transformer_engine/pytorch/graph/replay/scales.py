@@ -41,7 +41,7 @@ class Scales:
     ) -> None:
         self.label, self.group = label, group
         self.parts = [one.part for one in used]  # in the order of eager, which is the same on all ranks
-        # What the graph reads: the dict of a module's states, the key, the state, and its tensors.
+        # The memory that the graph reads: the dict of a module's states, the key, the state, and its tensors.
         self.captured: list[tuple[dict, str, ScalingState, torch.Tensor, torch.Tensor]] = []
         self._groups = [(one.inside, one.group) for one in used]
         for meta in (part.runtime.scaling_states() for part in self.parts):

@@ -32,7 +32,7 @@ def _no_memory(t: torch.Tensor) -> str | None:
         t.data_ptr()
     except (RuntimeError, ValueError):
         name = type(t).__name__
-        return f"is a {name}, whose values lie in other tensors; pass those, and build it inside of the callable"
+        return f"is a {name}, which holds its values in other tensors; pass those, and build it inside of the callable"
     return None
 
 
