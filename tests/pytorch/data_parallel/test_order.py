@@ -244,6 +244,17 @@ def test_no_sync_holds_back_every_group_and_restores_them(monkeypatch):
         ddp.finish_grad_sync()
 
 
+def test_microbatches_add_up(monkeypatch):
+    ddp = wrapped(monkeypatch, FakeCommunicator(size=1), ladder(1), overlap_grad_reduce=True)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            ddp(torch.ones(1, 16)).sum().backward()
+        ddp(torch.full((1, 16), 3.0)).sum().backward()
+        ddp.finish_grad_sync()
+        assert (ddp.module[0].weight.main_grad == 4.0).all()
+
+
 def test_reset_while_in_flight(monkeypatch):
     comm = FakeCommunicator()
     ddp = wrapped(monkeypatch, comm, ladder(), **SHARDED)

@@ -67,6 +67,11 @@ def _take(param: torch.nn.Parameter, group: BucketGroup) -> None:
     param.grad = None
 
 
+def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """0 is the default stream, for which ExternalStream would make another one."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
 class Producers:
     """Tells groups on which streams of a GPU modules add gradients to main_grad themselves: autograd orders no stream
     for a gradient that does not come through it. Ends with the object."""
@@ -75,7 +80,7 @@ class Producers:
         def note(param: torch.Tensor, stream: int) -> None:
             group = group_of.get(param)
             if group is not None and param.is_cuda:
-                group.note_producer(torch.cuda.ExternalStream(stream, device=param.device))
+                group.note_producer(_stream_of(stream, param.device))
 
         _C.add_ready_callback(note)
         weakref.finalize(self, _C.remove_ready_callback, note)

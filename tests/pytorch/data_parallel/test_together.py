@@ -1,0 +1,96 @@
+# Data parallelism together with compiled layers, recomputation, and a weight that a product accumulates itself and that
+# is used plainly too. One process: collectives are those of one rank, hooks and counts are the same.
+import pytest
+import torch
+import torch.nn.functional as F
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+
+from .fake import ladder
+
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 1}
+
+
+def states(ddp):
+    return {group.state.name for group in ddp.bucket_groups}
+
+
+def test_a_compiled_layer_trains_as_an_eager_one():
+    torch.manual_seed(1)
+    module, eager = ladder(), ladder()
+    eager.load_state_dict(module.state_dict())
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, debug=True, **OVERLAPPED
+    )
+    ddp = DistributedDataParallel(config, module)
+    module[1].compile(backend="aot_eager")
+    inner = te.optimizers.FusedSGD(module.parameters(), lr=0.1)
+    optimizer, alone = (
+        te.optimizers.DistributedOptimizer(inner, ddp),
+        te.optimizers.FusedSGD(eager.parameters(), lr=0.1),
+    )
+    for step in range(3):
+        x = torch.randn(4, 16)
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+        assert states(ddp) == ({"IN_FLIGHT"} if step else {"ACCUMULATING"})
+        optimizer.step()
+        alone.zero_grad()
+        eager(x).square().sum().backward()
+        alone.step()
+        for name, value in ddp.state_dict().items():
+            assert torch.equal(value, eager.state_dict()[name]), f"step {step}: {name}"
+
+
+class Twice(torch.nn.Module):
+    """A layer that is recomputed twice, and one that is not recomputed."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.again, self.once = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = te.checkpoint(self.again, x, use_reentrant=self.reentrant)
+        return self.once(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation(reentrant):
+    """Reentrant recomputation runs a backward of its own for each use: the layer is ready twice."""
+    module = Twice(reentrant)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randint(-2, 3, p.shape))
+    again, once = (p.detach().clone().requires_grad_() for p in module.parameters())
+    F.linear(F.linear(F.linear(torch.ones(4, 16), again), again), once).sum().backward()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**OVERLAPPED), module)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(4, 16, requires_grad=True)).sum().backward()
+        assert states(ddp) == ({"IN_FLIGHT"} if step else {"ACCUMULATING"})
+        ddp.finish_grad_sync()
+        assert torch.equal(module.again.weight.main_grad, again.grad)
+        assert torch.equal(module.once.weight.main_grad, once.grad)
+    count = ddp.param_to_bucket_group[module.again.weight].expected[module.again.weight]
+    assert count == (2 if reentrant else 1)
+
+
+class FusedAndPlain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.Linear(32, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+
+    def forward(self, x):
+        return self.layer(x) + F.linear(x, self.layer.weight)
+
+
+def test_a_weight_that_is_used_fused_and_plainly_gets_both():
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**OVERLAPPED), FusedAndPlain())
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(16, 32)).sum().backward()
+        ddp.finish_grad_sync()
+        assert (ddp.module.layer.weight.main_grad == 32.0).all()
