@@ -50,7 +50,7 @@ def ways(bench, op, n, k, ranks):
 def main():
     bench = Bench(__doc__)
     if not bench.cuda:
-        print("bench_runs: runs in streams are a CUDA device's; nothing to measure on the CPU")
+        print("bench_runs: runs in streams need a CUDA device; nothing to measure on the CPU")
         return
     for ranks in RANKS:
         for op, widths in MODELS.items():

@@ -79,7 +79,7 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, cuda: bool) -> bool:
         print(f"before the capture: {memory()}")
     te.make_graphed_callables(tuple(stack), tuple((x.clone().requires_grad_(),) for _ in stack))
     if cuda:
-        print(f"behind the capture: {memory()}")
+        print(f"after the capture: {memory()}")
     equal = []
     for seed in range(3):
         x = torch.randn_like(x)

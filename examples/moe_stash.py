@@ -153,7 +153,7 @@ class Demonstration:
         pool = plan.device_pages * plan.page_bytes / MIB
         moved = offload[0].offload_synchronizer.get_offloaded_total_size_mb()
         print("memory of a step above its start, beside its gradients, MiB:")
-        print(f"  static    {peaks['static']:8.1f}, of which {plan.static_bytes / MIB:.1f} are what the groups keep")
+        print(f"  static    {peaks['static']:8.1f}, of which the groups keep {plan.static_bytes / MIB:.1f}")
         print(
             f"  stashed   {peaks['stashed'] + pool:8.1f}, of which {pool:.1f} are the pool; at most "
             f"{peaks['static'] + (plan.stashed_bytes - plan.static_bytes) / MIB:.1f} were predicted; "
@@ -209,7 +209,7 @@ class Demonstration:
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("occupancy.svg", "occupancy.png", "occupancy.csv"):
             stash.plot(self.out / name)
-        print(f"wrote {self.out}/occupancy.svg, .png and .csv: pages in flight behind each store and load")
+        print(f"wrote {self.out}/occupancy.svg, .png and .csv: pages in flight after each store and load")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,7 +80,7 @@ def fused_class(decoder_layer):
                 raise NotImplementedError(
                     "FusedLayer: attention_mask and past_key_values are not supported; pass sequences without padding "
                     "and use_cache=False; unfuse(model) before generate(). transformers makes a mask by itself for "
-                    "attn_implementation='eager', and where position_ids begin anew without attention_mask=ones"
+                    "attn_implementation='eager', and where position_ids restart without attention_mask=ones"
                 )
             if options.get("output_attentions") or self.config.output_attentions:
                 raise NotImplementedError("FusedLayer: output_attentions=True, but attention weights are never made")

@@ -108,7 +108,7 @@ def train(args, device):
 
     model, optimizer = build(args, device)
     ours = sorted({type(m).__name__ for m in model.modules() if is_ours(type(m))})
-    print(f"modules that are transformer_engine's: {', '.join(ours)}")
+    print(f"modules of transformer_engine: {', '.join(ours)}")
     torch.manual_seed(0)
     period = torch.randint(args.vocab, (1, 16), device=device)
     tokens = period.repeat(args.batch, args.sequence // 16)

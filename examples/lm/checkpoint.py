@@ -66,7 +66,7 @@ class Checkpoint:
         metadata = self.file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ExampleError(
-                f"--resume: {path} is a safetensors file, but not a checkpoint of this script (its metadata says "
+                f"--resume: {path} is a safetensors file, but not a checkpoint of this script (its metadata has "
                 f"format {metadata.get('format')!r}, wanted {FORMAT!r}): correct --out or --name"
             )
         self.state = json.loads(metadata["state"])
