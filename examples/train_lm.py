@@ -137,7 +137,7 @@ def check_tensor_parallel(args: argparse.Namespace, preset: Config) -> None:
         return
     if args.compile or args.optimizer == "torch" or args.fp8 == "delayed":
         raise ExampleError(
-            f"--tp {args.tp}: not with --compile, --optimizer torch or --fp8 delayed (its scales belong to one process) "
+            f"--tp {args.tp}: not with --compile, --optimizer torch or --fp8 delayed (its scales are local) "
             "in this example"
         )
     sizes = {"heads": preset.heads, "groups of heads": preset.kv_groups, "SwiGLU units": preset.ffn_hidden}
