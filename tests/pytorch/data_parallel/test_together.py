@@ -94,3 +94,19 @@ def test_a_weight_that_is_used_fused_and_plainly_gets_both():
         ddp(torch.ones(16, 32)).sum().backward()
         ddp.finish_grad_sync()
         assert (ddp.module.layer.weight.main_grad == 32.0).all()
+
+
+def test_rows_of_one_product_keep_their_order():
+    """The buffer joins q, k and v as the layer did, so that no forward copies them; experts are parameters by themselves."""
+    layer = te.TransformerLayer(64, 128, 4, device="cpu", fuse_qkv_params=False)
+    experts = te.GroupedLinear(3, 64, 64, device="cpu")
+    module = torch.nn.ModuleList([layer, experts])
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, **OVERLAPPED)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    ddp = DistributedDataParallel(config, module)
+    for name, p in module.named_parameters():
+        assert torch.equal(p, before[name]), name
+    units = [unit for part in layer.modules() if hasattr(part, "row_units") for unit in part.row_units()]
+    assert units and all(unit.in_order() for unit in units)
+    groups = [ddp.param_to_bucket_group[p] for p in experts.parameters()]
+    assert len({id(group) for group in groups}) == len(groups)
