@@ -97,7 +97,7 @@ def test_a_weight_that_is_used_fused_and_plainly_gets_both():
 
 
 def test_rows_of_one_product_keep_their_order():
-    """The buffer joins q, k and v as the layer did, so that no forward copies them; experts are parameters by themselves."""
+    """The buffer joins q, k and v as the layer did, so that no forward copies them; each expert is by itself."""
     layer = te.TransformerLayer(64, 128, 4, device="cpu", fuse_qkv_params=False)
     experts = te.GroupedLinear(3, 64, 64, device="cpu")
     module = torch.nn.ModuleList([layer, experts])
