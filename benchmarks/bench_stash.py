@@ -63,9 +63,9 @@ class Groups:
     def handle(self, memory):
         handle = _C.StashHandle("group")
         for bytes_of, width in zip(memory, WIDTHS, strict=True):
-            piece = _C.StashPiece(bytes_of)
-            piece.add(0, 2 * self.live, 2 * width, self.counter, 1)
-            handle.add(piece)
+            segment = _C.StashSegment(bytes_of)
+            segment.add(0, 2 * self.live, 2 * width, self.counter, 1)
+            handle.add(segment)
         return handle
 
     def store(self, *_):

@@ -129,7 +129,6 @@ CSRC_LAYER = {folder: number for number, layer in enumerate(CSRC_LAYERS) for fol
 # Units (x.h with x.cpp) that include each other. The list may only become shorter.
 KNOTS = [
     ("distributed/agreement", "distributed/fingerprint_ring", "distributed/fingerprints"),
-    tuple(f"stash/stash_{unit}" for unit in ("calls", "handle", "lanes", "members", "pool", "schedule", "step")),
 ]
 
 

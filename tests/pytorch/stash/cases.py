@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch import saved as door
 from transformer_engine.pytorch.stash import PagedStash
-from transformer_engine.pytorch.stash.pieces import bytes_of
+from transformer_engine.pytorch.stash.segments import bytes_of
 
 GARBAGE = 0xA5
 ROWS, WIDTH, LIVE = 24, 16, 7

@@ -70,7 +70,7 @@ def test_a_probe_shows_what_is_kept_without_a_pool(device):
     with made(device, device_pages=None) as stash:
         whole = Whole(stash, device)
         found = te.memory_plan(Model(whole), whole.x.clone().requires_grad_())
-        assert not [row for row in found.rows if row.status == "stashed"] and not stash.step.passed
+        assert not [row for row in found.rows if row.status == "stashed"] and not stash.step.any_group
 
 
 def test_a_validation_with_gradients(device):
@@ -148,19 +148,19 @@ def test_a_device_that_is_not_there():
             PagedStash(device=name)
 
 
-class Captured(_C.StashLanes):
-    """As a graph's capture has them, once `on`."""
+class Captured(_C.StashStreams):
+    """Events that count as captured while `on`."""
 
     on = False
 
-    def run(self, lane, work, what, behind):
+    def run(self, stream, work, label, after):
         work(self.current())
-        return _C.StashPoint(lane, None, what, self.on)
+        return _C.StashEvent(stream, None, label, self.on)
 
-    def now(self, what):
-        return _C.StashPoint("compute", None, what, self.on)
+    def now(self, label):
+        return _C.StashEvent("compute", None, label, self.on)
 
-    def wait(self, point):
+    def wait(self, event):
         pass
 
 
@@ -168,14 +168,14 @@ class Captured(_C.StashLanes):
 def test_a_pool_is_captured_with_its_first_call(what):
     """Wherever reset() was called."""
     with made("cpu", device_pages=40) as stash:
-        lanes = stash.lanes = Captured(stash.device)
+        streams = stash.streams = Captured(stash.device)
         t = filled(100, 64, torch.uint8, "cpu")
-        lanes.on = what == "store"
+        streams.on = what == "store"
         handle = stash.stash("a", [t], count(100, "cpu"))
-        lanes.on = True
+        streams.on = True
         if what == "load":
             stash.reload(handle)
-        lanes.on = False
+        streams.on = False
         lost = [stash.stash(i, [t], count(100, "cpu")) for i in range(2)]
         assert not stash.verdict(wait=True).ok and lost
         with refused(RuntimeError, "PagedStash.grow", "captured", "recapture=fn"):

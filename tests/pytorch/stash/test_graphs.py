@@ -106,30 +106,30 @@ def test_microbatches(told, device):
             assert numbers["flags"] == 0 and numbers["groups"] > 0 and numbers["device_in_use"] == 0
 
 
-class Numbered(_C.StashLanes):
-    """As captures one behind the other have them: who waits for a point of another capture is refused, as by CUDA."""
+class Numbered(_C.StashStreams):
+    """Captures one after another, by number. Waiting for an event of another capture fails, as in CUDA."""
 
     number = 0
 
-    def _mine(self, points):
-        for point in points:
-            assert point.mark == self.number, f"capture {self.number} waits for {point.what} of {point.mark}"
+    def _check_own(self, events):
+        for event in events:
+            assert event.mark == self.number, f"capture {self.number} waits for {event.label} of {event.mark}"
 
-    def now(self, what):
-        return _C.StashPoint("compute", self.number, what, True)
+    def now(self, label):
+        return _C.StashEvent("compute", self.number, label, True)
 
-    def run(self, lane, work, what, behind):
-        self._mine(behind)
+    def run(self, stream, work, label, after):
+        self._check_own(after)
         work(self.current())
-        return _C.StashPoint(lane, self.number, what, True)
+        return _C.StashEvent(stream, self.number, label, True)
 
-    def wait(self, point):
-        self._mine([point])
+    def wait(self, event):
+        self._check_own([event])
 
 
 def test_captures_one_behind_the_other():
     with made("cpu") as stash:
-        lanes = stash.lanes = Numbered(stash.device)
+        streams = stash.streams = Numbered(stash.device)
         layers = [Layer(stash, i, "cpu") for i in range(3)]
         counter, x = count(LIVE, "cpu"), given("cpu")
         plain = [Layer(None, i, "cpu") for i in range(3)]
@@ -137,7 +137,7 @@ def test_captures_one_behind_the_other():
             b.load_state_dict(a.state_dict())
 
         def capture(call):
-            lanes.number += 1
+            streams.number += 1
             result = call()
             capture_ends()
             return result

@@ -86,7 +86,7 @@ def test_the_farthest_groups_are_evicted(device):
                 y = stash.post_schedule(y)
             handles = sorted(stash.step.handles, key=lambda handle: handle.name)
             on_host = [
-                h.name for h in handles if h.state != "kept" and h.group.read(stash.lanes.current())["host_pages"]
+                h.name for h in handles if h.state != "kept" and h.group.read(stash.streams.current())["host_pages"]
             ]
             y.sum().backward()
         assert on_host == [0, 1]
@@ -194,13 +194,13 @@ def test_memory_that_nobody_wants_goes_back_alone(state, device):
             y, z = a.sin(), b.sin()
         del a, b, t
         (handle,) = stash.step.handles
-        assert [piece.memory is None for piece in handle.pieces] == [False, False]
+        assert [segment.memory is None for segment in handle.segments] == [False, False]
         stash.step.free_leaving()
         y[:17].sum().backward(inputs=[given])
         assert handle.state == state
-        assert [piece.memory is None for piece in handle.pieces] == [True, False]
+        assert [segment.memory is None for segment in handle.segments] == [True, False]
         z[:17].sum().backward(inputs=[given])
-        assert [piece.memory is None for piece in handle.pieces] in ([], [True, True])
+        assert [segment.memory is None for segment in handle.segments] in ([], [True, True])
 
 
 def test_counts_are_said_inside_of_a_group_alone(device):

@@ -169,7 +169,7 @@ def test_what_is_dropped_between_a_group_and_its_scheduler(device):
             y, dropped = start @ w, other @ w
         del dropped, other
         y = stash.post_schedule(y)
-        assert group.handle.state == "stored" and len(group.handle.pieces) == 1
+        assert group.handle.state == "stored" and len(group.handle.segments) == 1
         y.sum().backward()
         same([w.grad], [x.t() @ torch.ones(ROWS, WIDTH, device=device)])
 

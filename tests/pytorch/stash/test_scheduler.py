@@ -21,9 +21,9 @@ def entries(stash, layers):
 
 
 def logged(stash, order, layers, counters, device):
-    stash.lanes.log = log = []
+    stash.streams.log = log = []
     chunks_in_order(order, layers, counters, device, stash, log)
-    stash.lanes.log = None
+    stash.streams.log = None
     short = []
     for entry in log:
         if isinstance(entry, str):
@@ -41,7 +41,7 @@ def three(device):
 
 @pytest.fixture
 def known(device):
-    """A stash that knows the order of three layers, and what its second step gave to the lanes."""
+    """A stash that knows the order of three layers, and what its second step gave to the streams."""
     with made(device) as stash:
         chunks_in_order([1, -1], 3, three(device), device, stash)
         stash.reset()
@@ -72,9 +72,9 @@ def test_pre_forward_frees_its_originals(device):
         x = randn(ROWS, WIDTH, device=device, requires_grad=True)
         y = layer(x, stash, 0, count(20, device), [])
         handle = next(iter(stash.step.handles))
-        assert handle.state == "stored" and handle.pieces[0].memory is not None
+        assert handle.state == "stored" and handle.segments[0].memory is not None
         stash.pre_schedule(y)
-        assert handle.state == "away" and handle.pieces[0].memory is None
+        assert handle.state == "away" and handle.segments[0].memory is None
 
 
 def test_post_forward_stashes(known):
@@ -106,11 +106,11 @@ def test_post_backward_waits_for_the_stash_and_frees(device):
         layer_out = layer(x, stash, "b", count(20, device), [])
         handle = next(h for h in stash.step.handles if h.name == "b")
         assert handle.state == "stored"
-        stash.lanes.log = log = []
+        stash.streams.log = log = []
         first.sum().backward()
         assert ("compute", "wait", ("store b",)) in log and handle.state == "away"
         assert log.index(("compute", "wait", ("store b",))) < log.index(("compute", "wait", ("load a",)))
-        stash.lanes.log = None
+        stash.streams.log = None
         layer_out.sum().backward()
 
 
@@ -245,5 +245,5 @@ def test_a_handle_behind_a_group_does_not_keep_its_originals(device):
         y = layer(randn(ROWS, WIDTH, device=device, requires_grad=True), stash, "a", count(20, device), [])
         group = next(h for h in stash.step.handles if h.name == "a")
         handle = stash.stash("b", [randn(ROWS, WIDTH, device=device)], count(20, device))
-        assert group.state == handle.state == "away" and group.pieces[0].memory is None
+        assert group.state == handle.state == "away" and group.segments[0].memory is None
         y.sum().backward()

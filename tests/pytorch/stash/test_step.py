@@ -142,7 +142,7 @@ def test_a_captured_pool_and_grows(device):
             stash.stash("a", [t], count(len(t), device))
             assert stash.verdict(wait=True).flags == ("lost",)
             if turn == 0:
-                stash._captured = True  # as a reset() inside of a capture sets it
+                stash._pool.captured = True  # as a reset() inside of a capture does
                 with refused(RuntimeError, "PagedStash.grow", "captured", "recapture=fn"):
                     stash.grow()
                 assert stash.grow(recapture=lambda: recaptured.append(1)) == 30 and recaptured == [1]

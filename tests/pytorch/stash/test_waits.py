@@ -7,11 +7,11 @@ import pytest
 import torch
 from support import randn
 
-from transformer_engine.pytorch.stash.pieces import Piece
+from transformer_engine.pytorch.stash.segments import Segment
 
 from .cases import count, filled, made, report, scribble
-from .lanes import late_lanes
 from .pipelines import PIPELINES, chunks_in_order
+from .streams import late_streams
 
 CPU = "cpu"
 
@@ -27,7 +27,7 @@ def pipeline(name, left_out=None, hurry=None, **options):
     expected = whole(chunks_in_order(order, layers, counters, CPU))
     right, maps = True, []
     with made(CPU, close=False, **options) as stash:
-        lanes = late_lanes(stash, left_out, hurry)
+        streams = late_streams(stash, left_out, hurry)
         try:
             for _ in range(2):
                 found = whole(chunks_in_order(order, layers, counters, CPU, stash))
@@ -35,13 +35,13 @@ def pipeline(name, left_out=None, hurry=None, **options):
                 right &= found == expected and numbers["flags"] == 0
                 right &= numbers["device_in_use"] == numbers["host_in_use"] == 0
                 maps.append(shown(numbers))
-                lanes.flush()
+                streams.flush()
                 stash.reset()
         except RuntimeError as error:
             if left_out is None:
                 raise
             right, maps = False, str(error)
-        assert left_out is None or lanes.left, f"nobody has {left_out}"
+        assert left_out is None or streams.left, f"nobody has {left_out}"
     return right, maps
 
 
@@ -51,7 +51,7 @@ EVICTS = {"policy": "ring", "device_pages": 24, "host_pages": 400, "low_water": 
 
 
 def at_once(name, **options):
-    """Numbers of the same steps on lanes that run at once."""
+    """Numbers of the same steps on streams that run at once."""
     order, layers = PIPELINES[name]
     counters = [count(4 + 5 * i % 23, CPU) for i in range(max(order) * layers)]
     found = []
@@ -70,7 +70,7 @@ def shown(numbers):
 @pytest.mark.parametrize("hurry", [None, "load", "store", "evict"])
 @pytest.mark.parametrize("options", [RING, STACK, SPILLS, EVICTS], ids=["ring", "stack", "spills", "evicts"])
 @pytest.mark.parametrize("name", ["1F1B rank 0", "interleaved"])
-def test_pipelines_on_late_lanes(name, options, hurry):
+def test_pipelines_on_late_streams(name, options, hurry):
     right, numbers = pipeline(name, hurry=hurry, **options)
     assert right and numbers == at_once(name, **options)
 
@@ -79,7 +79,7 @@ def test_pipelines_on_late_lanes(name, options, hurry):
     ("who", "whom", "options", "hurry"),
     [
         ("store", "produced", RING, None),
-        ("load", "room", RING, None),
+        ("load", "memory", RING, None),
         ("compute", "store", RING, None),  # before the originals are freed
         ("compute", "load", RING, None),
         ("load", "store", SPILLS, "load"),
@@ -91,22 +91,22 @@ def test_a_wait_that_is_left_out_of_a_pipeline(who, whom, options, hurry):
 
 
 def explicit(left_out, act, hurry=None, **options):
-    """act(stash, tensors, lanes): what it returns is to be True, with a clean report."""
+    """act(stash, tensors, streams): what it returns is to be True, with a clean report."""
     with made(CPU, close=False, page_bytes=128, **{"device_pages": 64, **options}) as stash:
-        lanes = late_lanes(stash, left_out, hurry)
+        streams = late_streams(stash, left_out, hurry)
         t = [filled(8, 64, torch.uint8, CPU, seed=i) for i in range(4)]
         try:
-            right = act(stash, t, lanes)
-            lanes.flush()
+            right = act(stash, t, streams)
+            streams.flush()
         except (RuntimeError, AttributeError):
             if left_out is None:
                 raise
             right = False
-        assert left_out is None or lanes.left, f"nobody has {left_out}"
+        assert left_out is None or streams.left, f"nobody has {left_out}"
         return right
 
 
-def ahead_then_store(stash, t, lanes):
+def ahead_then_store(stash, t, streams):
     """A group that is on its way back, and another one that leaves into the pages that it gives back."""
     one, values = count(8, CPU), [x.clone() for x in t]
     a = stash.stash("a", t[:1], one)
@@ -115,25 +115,25 @@ def ahead_then_store(stash, t, lanes):
     scribble(*t)
     a.finish_load()
     back = stash.reload(b)[0]
-    return torch.equal(back, values[1]) and torch.equal(a.pieces[0].memory.view(8, 64), values[0])
+    return torch.equal(back, values[1]) and torch.equal(a.segments[0].memory.view(8, 64), values[0])
 
 
-def own_store(stash, t, lanes):
+def own_store(stash, t, streams):
     """Its load is behind its store, though nobody has waited for that."""
     one, value = count(8, CPU), t[0].clone()
-    handle = stash.step.handle("a")
-    piece = Piece(t[0].view(-1))
-    piece.add(0, 8, 64, one, 1)
-    handle.add(piece)
-    pool = stash.pool_now()
+    handle = stash.step.new_handle("a")
+    segment = Segment(t[0].view(-1))
+    segment.add(0, 8, 64, one, 1)
+    handle.add(segment)
+    pool = stash.ensure_pool()
     handle.store(pool)
-    handle.group.bring(handle)
+    handle.group.allocate(handle)
     pool.load(handle, False)
-    lanes.wait(handle.back)
-    return torch.equal(handle.pieces[0].memory.view(8, 64), value)
+    streams.wait(handle.loaded)
+    return torch.equal(handle.segments[0].memory.view(8, 64), value)
 
 
-def evict_behind_a_load(stash, t, lanes):
+def evict_behind_a_load(stash, t, streams):
     """What a load that was called before gives back is free for it, and no page has to leave."""
     one = count(8, CPU)
     a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
@@ -144,55 +144,55 @@ def evict_behind_a_load(stash, t, lanes):
     return report(stash)["evicted_pages"] == 0
 
 
-def load_behind_an_evict(stash, t, lanes):
+def load_behind_an_evict(stash, t, streams):
     one, values = count(8, CPU), [x.clone() for x in t]
     a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
     b.evict(100)
     first = stash.reload(a)[0]
-    return lanes.ran[-2:] == ["evict b", "load a"] and torch.equal(first, values[0])
+    return streams.ran[-2:] == ["evict b", "load a"] and torch.equal(first, values[0])
 
 
-def let_go_while_it_comes(stash, t, lanes):
+def let_go_while_it_comes(stash, t, streams):
     """Memory that a copy is on its way into is nobody else's before it has arrived."""
     handle = stash.stash("a", t[:1], count(8, CPU))
     handle.start_load()
-    memory = handle.pieces[0].memory
-    handle.let_go()
+    memory = handle.segments[0].memory
+    handle.release()
     memory.fill_(7)  # somebody else has it
-    lanes.flush()
+    streams.flush()
     return bool((memory == 7).all())
 
 
-def let_go_while_it_leaves(stash, t, lanes):
+def let_go_while_it_leaves(stash, t, streams):
     with stash.group("a"):
         x = randn(8, 16, device=CPU, requires_grad=True) * 1
         stash.mark_pageable(x, count(8, CPU))
         y = x.sin()
     del x, y
     gc.collect()
-    return lanes.ran[:2] == ["store a", "drop a"] and report(stash)["device_in_use"] == 0
+    return streams.ran[:2] == ["store a", "drop a"] and report(stash)["device_in_use"] == 0
 
 
-def drop_is_joined(stash, t, lanes):
+def drop_is_joined(stash, t, streams):
     handle = stash.stash("a", t[:1], count(8, CPU))
     del handle
     gc.collect()
-    return lanes.ran == ["store a", "drop a"]
+    return streams.ran == ["store a", "drop a"]
 
 
-def reset_joins(stash, t, lanes):
+def reset_joins(stash, t, streams):
     with stash.group("a"):
         x = randn(8, 16, device=CPU, requires_grad=True) * 1
         stash.mark_pageable(x, count(8, CPU))
         y = x.sin()
-    assert lanes.ran == []
+    assert streams.ran == []
     stash.reset()
-    lanes.flush()
+    streams.flush()
     del y
     return report(stash)["device_in_use"] == 0 and report(stash)["groups"] == 0
 
 
-def report_joins(stash, t, lanes):
+def report_joins(stash, t, streams):
     with stash.group("a"):
         x = randn(8, 16, device=CPU, requires_grad=True) * 1
         stash.mark_pageable(x, count(8, CPU))
@@ -200,7 +200,7 @@ def report_joins(stash, t, lanes):
     return report(stash)["groups"] == 1 and y is not None
 
 
-def gate_joins(stash, t, lanes):
+def gate_joins(stash, t, streams):
     with stash.group("a"):
         x = randn(8, 16, device=CPU, requires_grad=True) * 1
         stash.mark_pageable(x, count(100, CPU))

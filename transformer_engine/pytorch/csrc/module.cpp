@@ -56,13 +56,14 @@
   X(main_grad)
 
 #define TE_STASH(X) \
-  X(stash_lanes)    \
+  X(stash_segments) \
+  X(stash_streams)  \
   X(stash_handle)   \
   X(stash)          \
-  X(stash_members)  \
+  X(stash_tensors)  \
   X(stash_schedule) \
   X(stash_step)     \
-  X(stash_front)
+  X(stash_api)
 
 #define TE_OPS(X)         \
   X(activation)           \

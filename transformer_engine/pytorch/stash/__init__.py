@@ -5,4 +5,4 @@ from transformer_engine.pytorch.stash.manager import PagedStash as PagedStash
 from transformer_engine.pytorch.stash.plan import Plan as Plan
 from transformer_engine.pytorch.stash.verdict import Verdict as Verdict
 
-Handle = _C.StashHandle  # of what one group stashed
+Handle = _C.StashHandle  # one stashed group

@@ -1,4 +1,4 @@
-"""Checks of what users hand to a stash: nothing else."""
+"""Checks of the arguments that users pass to a PagedStash."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from numbers import Integral, Real
 
 import torch
 
-from transformer_engine.pytorch.stash.pool import MOST_MEMBERS, POLICIES, TAILS
+from transformer_engine.pytorch import _C
 
 OP = "PagedStash"
+POLICIES = {"ring": 0, "stack": 1, "bump": 2}  # te_stash_policy
+TAILS = _C.stash_tails
+MAX_TENSORS = _C.stash_max_tensors
 OVERFLOWS = ("spill", "raise_at_step_end", "trap")
 _INTEGERS = (torch.uint8, torch.int32, torch.int64)
 
@@ -25,9 +28,9 @@ def check_options(options: dict[str, object]) -> None:
     if count("page_bytes", 1, "a multiple of 128 bytes") % 128:
         raise ValueError(f"{OP}: argument 'page_bytes' is {options['page_bytes']}, wanted a multiple of 128 bytes.")
     if options["device_pages"] is not None:
-        count("device_pages", 0, "a number of pages, or None: as many as the first step shows")
+        count("device_pages", 0, "a number of pages, or None to size the pool by the first step")
     count("host_pages", 0, "a number of pages")
-    count("sm_budget", 1, "a number of blocks from 1 on")
+    count("sm_budget", 1, "a number of blocks of 1 or more")
     count("low_water", 0, "a number of pages")
     factor = options["factor"]
     if not isinstance(factor, Real) or isinstance(factor, bool) or not math.isfinite(factor) or factor <= 0:
@@ -40,23 +43,24 @@ def check_options(options: dict[str, object]) -> None:
     if options["low_water"] and (options["policy"] == "bump" or not options["host_pages"]):
         raise ValueError(
             f"{OP}: argument 'low_water' is {options['low_water']} with policy {options['policy']!r} and "
-            f"{options['host_pages']} host pages; groups are evicted to host pages, from a ring or a stack."
+            f"{options['host_pages']} host pages, wanted 0; to evict groups, pass host_pages and policy 'ring' or "
+            "'stack'."
         )
 
 
 def checked_device(device: torch.device | str | None) -> torch.device:
-    """None: the current CUDA device where there is one, else the CPU."""
+    """The device, with an index on CUDA. None is the current CUDA device where there is one, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{OP}: argument 'device' is {device}, wanted a CPU or CUDA device.")
     if device.type == "cpu":
-        return torch.device("cpu")  # without an index, as tensors say it
+        return torch.device("cpu")  # without an index, as in the `device` of a tensor
     found = torch.cuda.device_count()
     if (device.index or 0) >= found:
         raise ValueError(
-            f"{OP}: argument 'device' is {device}, and torch finds {found} CUDA devices; pass one of these, or 'cpu'."
+            f"{OP}: argument 'device' is {device}, but torch finds {found} CUDA devices; pass one of these, or 'cpu'."
         )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
@@ -72,13 +76,13 @@ def check_counter(call: str, counter: object, device: torch.device) -> None:
 
 
 def check_name(call: str, name: object) -> None:
-    """Groups are found again by their names."""
+    """The name has to be a key of a dict."""
     try:
         hash(name)
     except TypeError:
         raise TypeError(
-            f"{OP}.{call}: the group's name is a {type(name).__name__}, wanted one that can be hashed, as a str or an "
-            "int."
+            f"{OP}.{call}: the group's name is a {type(name).__name__}, wanted a name that can be hashed, such as a "
+            "str or an int."
         ) from None
 
 
@@ -90,26 +94,26 @@ def check_tail(call: str, tail: object) -> None:
 def check_tensors(
     tensors: Sequence[torch.Tensor], counts: object, unit_rows: int, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor with its counter."""
+    """Pairs of a tensor and its counter."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"{OP}.stash: argument 'tensors' is a {type(tensors).__name__}, wanted a list of tensors.")
-    if len(tensors) > MOST_MEMBERS:
-        raise ValueError(f"{OP}.stash: argument 'tensors' has {len(tensors)}, wanted at most {MOST_MEMBERS} of them.")
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(f"{OP}.stash: argument 'tensors' has {len(tensors)}, wanted at most {MAX_TENSORS}.")
     if not isinstance(unit_rows, Integral) or isinstance(unit_rows, bool) or unit_rows < 1:
-        raise ValueError(f"{OP}.stash: argument 'unit_rows' is {unit_rows!r:.100}, wanted an int from 1 on.")
+        raise ValueError(f"{OP}.stash: argument 'unit_rows' is {unit_rows!r:.100}, wanted an int of 1 or more.")
     if not isinstance(counts, Sequence):
         check_counter("stash", counts, device)
     counters = list(counts) if isinstance(counts, Sequence) else [counts] * len(tensors)
     if len(counters) != len(tensors):
         raise ValueError(
             f"{OP}.stash: argument 'counts' has {len(counters)} counters for {len(tensors)} tensors, wanted one for "
-            "all or one each."
+            "all tensors or one each."
         )
     for i, (tensor, counter) in enumerate(zip(tensors, counters, strict=True)):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"{OP}.stash: argument 'tensors'[{i}] is a {type(tensor).__name__}, wanted a plain torch.Tensor; hand "
-                "over the parts of a quantized one."
+                f"{OP}.stash: argument 'tensors'[{i}] is a {type(tensor).__name__}, wanted a plain torch.Tensor; pass "
+                "the parts of a quantized tensor."
             )
         if tensor.device != device:
             raise ValueError(
@@ -118,8 +122,8 @@ def check_tensors(
         if tensor.ndim == 0 or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             raise ValueError(
                 f"{OP}.stash: argument 'tensors'[{i}] has shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}, wanted a contiguous tensor with a first dimension: live rows are to be the "
-                "first bytes of its memory."
+                f"{list(tensor.stride())}, wanted a contiguous tensor with a first dimension, so that its live rows "
+                "are the first bytes of its memory; pass contiguous()."
             )
         if tensor.shape[0] % unit_rows:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""The paged stash as users meet it. Copies are the pool's, what leaves and comes back when is the step's, the order in
-which groups come by is the schedule's."""
+"""PagedStash, the public class. csrc/stash/stash_pool.h copies, csrc/stash/stash_step.h decides when a group is stored
+and loaded, and schedule.py knows the order of the groups."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.capture_flag import follow_captures, stream_captures
 from transformer_engine.pytorch.stash.arguments import (
+    POLICIES,
     check_counter,
     check_name,
     check_options,
@@ -18,27 +19,25 @@ from transformer_engine.pytorch.stash.arguments import (
     check_tensors,
     checked_device,
 )
-from transformer_engine.pytorch.stash.explicit import keep_copies
-from transformer_engine.pytorch.stash.plan import Plan, happened
-from transformer_engine.pytorch.stash.pool import POLICIES, make_pool
-from transformer_engine.pytorch.stash.rerun import Snapshot
+from transformer_engine.pytorch.stash.plan import Plan, Step, is_complete, operations_of
 from transformer_engine.pytorch.stash.schedule import Operation, Schedule, not_last_in, operations
-from transformer_engine.pytorch.stash.step import Step, is_whole
-from transformer_engine.pytorch.stash.verdict import Verdict, nothing_said, said
+from transformer_engine.pytorch.stash.segments import copy_originals
+from transformer_engine.pytorch.stash.snapshot import Snapshot
+from transformer_engine.pytorch.stash.verdict import Verdict, good_verdict, verdict_of
 from transformer_engine.pytorch.verdict import Mailbox
 
-MOST_GROWS = 8  # a pool that is still too small then is too small for another reason
+MAX_GROWS = 8  # a pool that is too small after these has another fault
 
 
 class PagedStash(_C.StashCore):
-    """Keeps the live rows of what layers save for backward in pages of one pool.
+    """Keeps the live rows of tensors that layers save for backward in pages of one pool.
 
     page_bytes: a multiple of 128. device_pages: None sizes the pool by the counts of the first step, which keeps all
-    tensors, times `factor`. host_pages: pinned ones, for what the device pages lack. policy: "ring", "stack", or
-    "bump", where the schedule is first in, last out. overflow: a group without room is lost, its reload is NaN and the
-    gate is raised; "spill" leaves it at that, "raise_at_step_end" raises as soon as a verdict has arrived, "trap" ends
-    the process. sm_budget: blocks of a copy. low_water: where fewer device pages are free, the group whose backward is
-    farthest moves to host pages. debug: canaries, checksums, leaks. device: where the tensors are.
+    tensors, times `factor`. host_pages: pinned pages, used when no device page is free. policy: "ring", "stack", or
+    "bump", which needs a schedule that is first in, last out. overflow: a group without room is lost, its reload is NaN
+    and the gate is raised; "spill" does no more, "raise_at_step_end" raises after the verdict has arrived, "trap" ends
+    the process. sm_budget: blocks of a copy. low_water: with fewer free device pages than this, the group with the
+    latest backward moves to host pages. debug: checks canaries, checksums and leaks. device: of the tensors.
     Errors: ValueError naming the argument.
     """
 
@@ -66,31 +65,31 @@ class PagedStash(_C.StashCore):
         self.step = Step(self, records=True)
         self._sized = device_pages is not None
         self._mailbox: Mailbox | None = None  # of the pool
-        self._before = 0  # steps that came before the pool's
+        self._first_step = 0  # number of the pool's first step
         self._gate: torch.Tensor | None = None
-        self._gates: dict[object, torch.Tensor] = {}  # by group of ranks
-        self._names: list[Hashable] = []  # of the step before
-        self.recorded_pages: dict[Hashable, int] = {}  # of each group, where groups are evicted
-        self._unfinished: list = []  # what the last step recorded, where it ended early
+        self._gates: dict[object, torch.Tensor] = {}  # by process group
+        self._names: list[Hashable] = []  # of the last step's stores
+        self.recorded_pages: dict[Hashable, int] = {}  # of each group; filled with low_water
+        self._unfinished: list = []  # the last step's trace where it ended early
         self._grows = 0
         self._snapshot = Snapshot()
 
     def __deepcopy__(self, memo: dict) -> PagedStash:
-        """Itself: a copied model shares it, as it shares its groups' steps."""
+        """Returns itself: a copied model shares the stash and its steps."""
         return self
 
     # ---- groups ----
 
     def mark_pageable(self, tensor: torch.Tensor, counter: torch.Tensor, unit_rows: int = 1) -> None:
-        """Only the first counter * unit_rows rows of `tensor` hold anything, whenever it is kept (saved/marks.py)."""
+        """Declares that only the first counter * unit_rows rows of `tensor` are live whenever it is saved."""
         _C.declare_rows(tensor, counter, unit_rows)
 
     def group(self, name: Hashable, counts: torch.Tensor | None = None, *, tail: str = "zero") -> _C.StashScope:
-        """`with stash.group(name, counts):` around a layer: what is saved inside and says how many of its rows are
-        alive is stashed together. counts: one integer on the device, the live rows of what our own modules keep there;
-        other tensors say it by mark_pageable. tail: what a reload writes behind the live rows: "zero" (all of them),
-        "tile" (to the next 128) or "keep" (nothing). Nothing happens where nothing is recorded for a backward.
-        Errors: TypeError, ValueError for the arguments; RuntimeError, when entered, inside of another group.
+        """`with stash.group(name, counts):` around a layer stashes the tensors saved inside whose live rows are known.
+        counts: one integer on the device, the live rows of tensors that modules of this library save;
+        mark_pageable() declares other tensors. tail: rows behind the live ones that a reload fills with zeros: "zero"
+        (all), "tile" (to the next multiple of 128) or "keep" (none). Does nothing where no backward is recorded.
+        Errors: TypeError, ValueError for the arguments; RuntimeError on entering it inside of another group.
         """
         group = _C.stash_group(self, name, counts, tail)
         if group is None:
@@ -110,7 +109,8 @@ class PagedStash(_C.StashCore):
         tail: str = "zero",
     ) -> _C.StashHandle:
         """Stashes the live rows of tensors: the first counts * unit_rows of each first dimension. counts: one integer
-        on the device for all, or one each. The tensors are not held; the current stream waits until they may be freed.
+        on the device for all tensors, or one each. Holds no reference to the tensors; the current stream waits until
+        they can be freed.
         Shapes: any with a first dimension; contiguous, up to 16 of them. Dtypes: any.
         Errors: TypeError, ValueError naming the argument; RuntimeError inside of a backward.
         """
@@ -121,38 +121,41 @@ class PagedStash(_C.StashCore):
             check_tail("stash", tail)
             counted = check_tensors(tensors, counts, unit_rows, self.device)
             if handle is None:
-                unit = min(int(unit_rows), 2**62)  # of no rows any is a multiple
+                unit = min(int(unit_rows), 2**62)  # larger ones fit tensors of 0 rows alone
                 handle = _C.stash_tensors(self, group, *map(list, zip(*counted, strict=True)), unit, tail)
             if handle.state == "kept":
-                keep_copies(handle, counted, unit_rows, tail)
+                copy_originals(handle, counted, unit_rows, tail)
         return handle
 
     def reload(self, handle: _C.StashHandle, keep: bool = False) -> list[torch.Tensor]:
-        """The tensors of stash(), new ones: live rows, then the tail. keep: it can be asked for again; without, its
-        pages go back.
-        Errors: TypeError for what is no handle of stash(); RuntimeError where its pages are gone.
+        """New tensors with the live rows of those passed to stash(), and the tail. keep: keeps the pages for another
+        reload; by default they are given back.
+        Errors: TypeError where the argument is no handle of stash(); RuntimeError where its pages are gone.
         """
         return _C.stash_reload(self, handle, keep)
 
     # ---- schedulers ----
 
     def pre_schedule(self, x: torch.Tensor) -> torch.Tensor:
-        """x, before the layers of a group. Forward: what leaves has left, and its originals are freed. Backward, behind
-        that of the layers: where a backward is next, its group starts to come back."""
+        """Returns x. Call it before the layers of a group. Its forward waits for the copy of the group before and frees
+        that group's originals. Its backward, which runs after the layers', starts to load the next group where a
+        backward is next."""
         return _C.stash_pre(self, x)
 
     def post_schedule(self, y: torch.Tensor) -> torch.Tensor:
-        """y, behind the layers of a group. Forward: the group leaves, unless its own backward is next; where another
-        one's is, that one starts to come back. Backward, before that of the layers: what leaves has left, and this
-        group is back. Errors: RuntimeError for an entry that the schedule does not have there."""
+        """Returns y. Call it after the layers of a group. Its forward starts to store the group unless the group's own
+        backward is next, and starts to load another group whose backward is next. Its backward, which runs before the
+        layers', frees originals and waits until this group is loaded.
+        Errors: RuntimeError where the schedule has another entry at this point."""
         return _C.stash_post(self, y)
 
     def schedule_from_order(self, order: Sequence[int | float], layers_per_chunk: int | Sequence[int] = 1) -> None:
-        """The order of a step as make_graphed_callables takes it, instead of recording the first one: +c is a forward
-        of chunk c, -c the backward of its oldest one. Groups take the places of a chunk's layers as they come by."""
+        """Sets the order of a step, as for make_graphed_callables, instead of recording it: +c is a forward of chunk
+        c, -c the backward of its oldest one. Groups take the places of a chunk's layers in the order of their first
+        forwards."""
         self._check_open("schedule_from_order")
         if self.schedule.position:
-            raise RuntimeError("PagedStash.schedule_from_order: called within a step; call it behind reset().")
+            raise RuntimeError("PagedStash.schedule_from_order: called within a step; call it directly after reset().")
         schedule = Schedule(order, layers_per_chunk)
         self._check_order(operations(schedule.entries))
         self.schedule = schedule
@@ -160,10 +163,10 @@ class PagedStash(_C.StashCore):
     # ---- steps ----
 
     def reset(self, record: bool = False) -> None:
-        """A step starts: every page is free, flags and gate are cleared, and the verdict on the last step is on its
-        way. Call it before each step; a captured step captures it. record: this step's order and sizes are noted anew.
-        Errors: RuntimeError for what a verdict told, under "raise_at_step_end"; the step has started all the same.
-        Warns where the last step ended early, stashed nothing, or where stashing costs memory.
+        """Starts a step: frees all pages, clears flags and gate, and sends the verdict on the last step. Call it before
+        each step; a captured step captures it. record: records the order and sizes of this step anew.
+        Errors: with "raise_at_step_end", RuntimeError for a bad verdict; the step has started nevertheless.
+        Warns where the last step ended early or stashed nothing, or where stashing costs memory.
         """
         self._check_open("reset")
         captured = self._next_step(record)
@@ -171,23 +174,24 @@ class PagedStash(_C.StashCore):
             verdict.raise_if_bad()
 
     def verdict(self, wait: bool = False) -> Verdict | None:
-        """On the last step whose report has arrived and was not read yet; None: there is none. It waits for nothing.
-        wait: on the step that runs, for which the host waits; one that keeps everything, as the first does, is good."""
+        """The verdict on the last step whose report has arrived and was not read yet, else None; does not wait. wait:
+        the verdict on the current step, after waiting for the device; a step that keeps everything, as the first one
+        does, is good."""
         self._check_open("verdict")
         if self._pool is None:
-            return nothing_said(self._before) if wait else None
+            return good_verdict(self._first_step) if wait else None
         if not wait:
             report = self._mailbox.read()
-            return None if report is None else said(report, self._names, self._before)
-        self._settle()
+            return None if report is None else verdict_of(report, self._names, self._first_step)
+        self._restore_scales()
         self._pool.report(self._mailbox.memory)
-        return said(self._mailbox.peek(), self.step.names, self._before)
+        return verdict_of(self._mailbox.peek(), self.step.names, self._first_step)
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
-        """float32 [] on the device: 1 where something of this step was lost or flagged, else 0. It is the `found_inf`
-        that FusedAdam and torch's fused optimizers take (these want no dimension), which then apply nothing. One tensor
-        for the stash's life, which may be asked for once. group: the largest of its ranks', by one all-reduce on the
-        device, in a tensor of its own; every rank calls it in each step, those without groups too."""
+        """float32 [] on the device: 1 where this step has a flag, else 0. Pass it as the `found_inf` of FusedAdam and
+        torch's fused optimizers, which then skip the step. It is the same tensor for the life of the stash. group:
+        returns the maximum over these ranks in another tensor, by one all-reduce on the device; every rank calls it in
+        each step, also ranks without groups."""
         self._check_open("gate")
         if self._pool is not None:
             self._pool.join()
@@ -196,35 +200,39 @@ class PagedStash(_C.StashCore):
             own, gate = gate, self._gates.setdefault(group, torch.zeros_like(gate))
             gate.copy_(own)
             torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
-        self._snapshot.settle(gate, None)
+        self._snapshot.restore_scales(gate, None)
         return gate
 
     def grow(self, recapture: Callable[[], object] | None = None) -> int:
-        """Behind a step: a pool of as many device pages as the step demanded, times `factor`; returns their number. The
-        next step starts. recapture: captures anew what was captured with the old pool, whose graphs must not be
-        replayed any more; without it a captured pool is refused. Waits for the device.
-        Errors: RuntimeError for a captured pool, for one that is large enough, or behind eight of these calls.
+        """Call it after a step: makes a pool of the device pages that the step demanded times `factor`, returns their
+        number and starts the next step. recapture: captures the graphs again that hold the old pool's addresses and
+        must not be replayed; required if the pool was captured. Waits for the device.
+        Errors: RuntimeError for a captured pool without recapture, for a pool that is large enough, or after eight
+        calls.
         """
         self._check_open("grow")
         verdict = self.verdict(wait=True)
         have = 0 if self._pool is None else self._pool.native.device_pages
         demand = verdict.report["demand"]
         wanted = -int(-demand * self.factor // 1)
-        if self._captured and recapture is None:
+        if self._pool is not None and self._pool.captured and recapture is None:
             raise RuntimeError(
                 "PagedStash.grow: graphs were captured with this pool and hold its addresses; pass recapture=fn, which "
-                "captures them anew."
+                "captures them again."
             )
         if wanted <= have:
             raise RuntimeError(
-                f"PagedStash.grow: the step demanded {demand} pages, times {self.factor} {wanted}; the pool has {have}."
+                f"PagedStash.grow: the step demanded {demand} pages, with factor {self.factor} {wanted}, and the pool "
+                f"has {have}; it need not grow."
             )
-        if self._grows == MOST_GROWS:
-            raise RuntimeError(f"PagedStash.grow: the pool has grown {MOST_GROWS} times, and was too small again.")
-        old, self._grows, self._captured = self._pool, self._grows + 1, False
-        self._before = verdict.step + 1
+        if self._grows == MAX_GROWS:
+            raise RuntimeError(
+                f"PagedStash.grow: the pool has grown {MAX_GROWS} times and was too small again; pass device_pages."
+            )
+        old, self._grows = self._pool, self._grows + 1
+        self._first_step = verdict.step + 1
         self.device_pages, self._sized = wanted, True
-        self.step.over()
+        self.step.end()
         self._make_pool()
         self.schedule.restart()
         self.step = Step(self, records=False)
@@ -234,105 +242,106 @@ class PagedStash(_C.StashCore):
         return wanted
 
     def register(self, *modules: torch.nn.Module) -> None:
-        """Modules whose buffers, and scales and histories of delayed scaling, rerun() puts back, and whose gradients it
-        looks at; a step whose gate is up leaves their scales as they were. These and buffers are copied at each
-        reset()."""
+        """Registers modules for rerun(), which restores their buffers and the state of delayed scaling, and checks
+        their gradients. A step whose gate is up leaves their scales unchanged. Each reset() copies buffers and
+        scales."""
         self._snapshot.register(*modules)
 
     def rerun(self, fn: Callable[[], object]) -> object:
-        """fn() as the step that just ran, again: random states, and buffers and scales of registered modules, are as
-        they were at its reset(); where that was replayed, random states go on. Gradients are to be zeroed, as they were
-        when the step started. Its verdict is not told again. Waits for the device.
+        """Runs fn() as the last step once more: restores random states, and the buffers and scales of registered
+        modules, from its reset(); after a replayed reset() random states continue. Zero the gradients first. Drops the
+        verdict on the first run. Waits for the device.
         Errors: RuntimeError where a registered parameter has a gradient that is not zero.
         """
         self._check_open("rerun")
-        self._snapshot.put_back(self.device)
+        self._snapshot.restore(self.device)
         if self._pool is not None:
             self._pool.report(self._mailbox.memory)
-            self._mailbox.read()  # the verdict on the bad step is why it runs again
+            self._mailbox.read()  # drops the verdict on the first run
         self._next_step()
         return fn()
 
     # ---- sizes ----
 
     def plan(self, worst: bool = False) -> Plan:
-        """Memory of the groups of the last recorded step (the first one, or that of reset(record=True)), or of the one
-        that runs, behind its backward. worst: as if all rows were alive; its host_pages make an overflow impossible.
+        """The memory of the groups of the last recorded step: the first one or that of reset(record=True), or the
+        current one after its backward. worst: as if all rows were live; with its host_pages no group can overflow.
         Waits for the device. Errors: RuntimeError before a step was recorded."""
         self._check_open("plan")
-        return Plan.of(*self._sizes(), worst=worst)
+        return Plan.of(*self._plan_inputs(), worst=worst)
 
     def plot(self, path: str) -> None:
-        """Pages in flight over the entries of the last recorded step: a picture, or for .csv a table."""
+        """Pages in flight over the entries of the last recorded step: a picture, or a table where the path ends with
+        .csv."""
         self._check_open("plot")
-        Plan.of(*self._sizes()).plot(path)
+        Plan.of(*self._plan_inputs()).plot(path)
 
     def close(self) -> Verdict | None:
-        """The verdict on the last step; device and pinned memory are given back. Waits for the device. Under
-        "raise_at_step_end" it raises what the verdict tells."""
+        """Returns the verdict on the last step and frees device and pinned memory. Waits for the device. With
+        "raise_at_step_end" it raises for a bad verdict."""
         if self._closed:
             return None
         verdict = self.verdict(wait=True)
-        self.step.over()
+        self.step.end()
         if self._pool is not None:
             self._pool.native.close()
         self._pool, self._closed = None, True
-        # Names may be the layers themselves, which hold this stash: what C++ holds, Python's collector does not see.
+        # Names may be layers that hold this stash: Python's collector does not see references held in C++.
         self.schedule, self.step = Schedule(), Step(self, records=False)
         self.sized, self._names, self._unfinished = None, [], []
         if self.overflow == "raise_at_step_end":
             verdict.raise_if_bad()
         return verdict
 
-    # ---- inside ----
+    # ---- private ----
 
     def _check_order(self, steps: list[Operation]) -> None:
         found = not_last_in(steps) if self.policy == "bump" else None
         if found is not None:
             raise ValueError(
                 f"PagedStash: argument 'policy' is 'bump', but group {found.key[0]!r}, microbatch {found.key[1]}, "
-                "comes back while one that was stored behind it is away; 'bump' has no list of pages, and wants the "
-                "last one first. Use policy='ring'."
+                "is loaded before a group that was stored after it; 'bump' has no list of free pages and needs loads "
+                "in the reverse order of stores. Use policy='ring'."
             )
 
     def _next_step(self, record: bool = False) -> bool:
-        """Whether it starts inside of a capture."""
+        """Starts a step; returns whether it starts inside of a capture."""
         captured, last = stream_captures(), self.step
-        last.over()
-        recorded = last.records and (is_whole(last) or last.trace == self._unfinished)
+        last.end()
+        recorded = last.records and (is_complete(last) or last.trace == self._unfinished)
         self._unfinished = list(last.trace) if last.records and not recorded else []
         if recorded and last.sizes:
             self.sized = last
             if self.low_water and not captured:
                 self.recorded_pages = {key: size.pages(self.page_bytes) for key, size in last.sizes.items()}
         if self._pool is not None:
-            self._captured |= captured
-            self._settle()
+            self._pool.captured |= captured
+            self._restore_scales()
             self._pool.reset(self._mailbox.memory)
         else:
-            self._before += 1
+            self._first_step += 1
             if recorded and last.sizes and not captured:
                 self._make_pool()
-        told = [self.schedule.restart(bool(self._unfinished))]
-        if last.passed and not last.counted:
-            told.append(
-                "PagedStash: the last step stashed nothing: no group saved a tensor that says how many of its rows are "
-                "alive. Give the groups counts, or declare tensors (mark_pageable)."
+        messages = [self.schedule.restart(bool(self._unfinished))]
+        if last.any_group and not last.any_counted:
+            messages.append(
+                "PagedStash: the last step stashed nothing: no group saved a tensor whose live rows are known. Pass "
+                "counts to the groups, or declare tensors with mark_pageable()."
             )
         if record:
             self.schedule = Schedule()
         self.step = Step(self, records=record or self._pool is None or bool(self._unfinished))
-        self._names = self.step.names if captured else last.names  # replays report of the step that is captured
-        self._snapshot.take(self.device, captured)
-        for text in filter(None, told):
+        self._names = self.step.names if captured else last.names  # replays report on the captured step
+        self._snapshot.save(self.device, captured)
+        for text in filter(None, messages):
             warnings.warn(text, stacklevel=3)
         if recorded:
-            self._check_order(happened(last))
+            self._check_order(operations_of(last))
         return captured
 
-    def _sizes(self) -> tuple[Step | None, int, int | None, float]:
-        """What a plan is made of."""
-        step = self.step if self.sized is None and self.step.records and is_whole(self.step) else self.sized
+    def _plan_inputs(self) -> tuple[Step | None, int, int | None, float]:
+        """Arguments of Plan.of()."""
+        step = self.step if self.sized is None and self.step.records and is_complete(self.step) else self.sized
         return step, self.page_bytes, self.device_pages, self.factor
 
     def _own_gate(self) -> torch.Tensor:
@@ -341,31 +350,31 @@ class PagedStash(_C.StashCore):
                 self._gate = torch.zeros((), device=self.device)
         return self._gate
 
-    def _settle(self) -> None:
-        """What a bad step leaves is taken back, as far as the gate knows now."""
-        self._snapshot.settle(self._own_gate(), self._pool.join)
+    def _restore_scales(self) -> None:
+        """Restores the scales of the step's start where the gate is up by now."""
+        self._snapshot.restore_scales(self._own_gate(), self._pool.join)
 
     def _make_pool(self) -> None:
         if stream_captures():
             raise RuntimeError(
-                "PagedStash: the pool would be made inside of a CUDA graph's capture; run a step, and reset(), outside "
-                "of it first."
+                "PagedStash: the first use of the pool is inside of a CUDA graph's capture, where no memory can be "
+                "allocated for it; run a step and reset() before the capture."
             )
         pages = self.device_pages
         if pages is None:
-            plan = Plan.of(*self._sizes())
+            plan = Plan.of(*self._plan_inputs())
             pages = plan.device_pages
             if plan.stashed_bytes >= plan.static_bytes:
                 warnings.warn(
-                    f"PagedStash: stashing costs memory here: {plan.static_bytes} bytes are kept without it, "
-                    f"{plan.stashed_bytes} with it (two groups' originals and {pages} pages). It saves where there are "
-                    "several groups, or few of their rows are alive.",
+                    f"PagedStash: stashing costs memory here: {plan.static_bytes} bytes without it, "
+                    f"{plan.stashed_bytes} with it (originals of two groups, and {pages} pages). It saves memory with "
+                    "several groups, or with few live rows.",
                     stacklevel=4,
                 )
         self._mailbox = Mailbox(self.device, _C.stash_report_bytes, _C.stash_report_in)  # pools count their own steps
-        self._pool = make_pool(
+        native = _C.StashPool(
             self.device,
-            self.lanes,
+            stream=self.streams.current(),
             page_bytes=self.page_bytes,
             device_pages=pages,
             host_pages=self.host_pages,
@@ -375,18 +384,19 @@ class PagedStash(_C.StashCore):
             debug=self.debug,
             gate=self._own_gate(),
         )
+        self._pool = _C.StashCalls(native, self.streams)
 
 
 def _pass_ended() -> None:
-    """A pass of a warm-up is a step of the stashes that it went through."""
+    """Each pass of a warm-up is a step of the stashes that it used."""
     for stash in _C.stashes_used():
-        if stash.step.passed:
+        if stash.step.any_group:
             stash._next_step()
 
 
 def _capture_ends() -> None:
     for stash in _C.stashes_used():
-        if stash._pool is not None and stash.step.passed:
+        if stash._pool is not None and stash.step.any_group:
             stash._pool.end_capture()
 
 

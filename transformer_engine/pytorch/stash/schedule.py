@@ -1,5 +1,5 @@
-"""In which order groups come by in a step, and what that says: whose backward is next, what leaves, what comes back.
-Plain data: no tensor is seen here."""
+"""The order of the forwards and backwards of groups in a step. It tells which backward is next, which groups are stored
+and which are loaded ahead. Plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OP = "PagedStash"
 
 
 class Entry(NamedTuple):
-    """A group's forward or backward; microbatch: how many forwards of that group came before in the step."""
+    """The forward or backward of a group. microbatch: number of earlier forwards of the group in the step."""
 
     forward: bool
     name: Hashable
@@ -22,6 +22,7 @@ class Entry(NamedTuple):
 
     @property
     def turned(self) -> Entry:
+        """The backward of a forward, and the reverse."""
         return Entry(not self.forward, self.name, self.microbatch)
 
     def __str__(self) -> str:
@@ -29,31 +30,32 @@ class Entry(NamedTuple):
 
 
 class Schedule(_C.StashSchedule):
-    """The entries of a step: recorded in the first one, matched in those behind it. An order that is known from the
-    start names its layers by number; the first group that comes by in a layer's place has its number for good. An
-    entry that is the next one passes by in csrc/stash/stash_schedule.h; others come here."""
+    """The entries of a step, recorded in the first step and compared in later ones. An order that is known from the
+    start numbers its layers; the first group in the place of a layer keeps the layer's number.
+    csrc/stash/stash_schedule.h passes an entry that is the expected one; _pass() handles all others."""
 
     def __init__(self, order: Sequence[int | float] | None = None, layers_per_chunk: int | Sequence[int] = 1) -> None:
         super().__init__()
         self.entries = [] if order is None else _entries_of(order, layers_per_chunk)
         self.known = self.numbered = order is not None
-        self.endless = False  # no reset() ends the step that is recorded: its entries are not kept
+        self.endless = False  # no reset() ends the step that is recorded: its entries are dropped
         self._numbered: dict[Hashable, int] | None = None if order is None else {}
 
     @property
     def next(self) -> Entry | None:
-        """What comes by next, in the caller's names; None: not known, or nothing."""
+        """The next entry, by the caller's names; None where the schedule is unknown or at its end."""
         if not self.known or self.position >= len(self.entries):
             return None
         entry = self.entries[self.position]
         return entry if self._numbered is None else self._in_names(entry)
 
     def ahead(self) -> list[Entry]:
-        """What comes by from here on, in the caller's names."""
+        """The next entry and all later ones, by the caller's names."""
         return [self._in_names(entry) for entry in self.entries[self.position :]] if self.known else []
 
     def leaves(self, name: Hashable) -> bool:
-        """Whether a group leaves in its first microbatch, as far as that is known: not where its backward is next."""
+        """Whether a group is stored in its first microbatch: it stays where its backward follows directly. True where
+        the schedule is unknown."""
         ahead = [self._in_names(entry) for entry in self.entries] if self.known else []
         for entry, following in pairwise([*ahead, None]):
             if entry == Entry(True, name, 0):
@@ -61,8 +63,8 @@ class Schedule(_C.StashSchedule):
         return True
 
     def restart(self, unfinished: bool = False) -> str:
-        """A new step; unfinished: what was recorded of the old one is no schedule. What is said of the old one where it
-        ended early."""
+        """Starts a new step and returns a warning where the old one ended early, else "". unfinished: the entries
+        recorded in the old step are no schedule."""
         missing = self.next if self.position else None
         self.begin()
         self.endless = False
@@ -73,7 +75,7 @@ class Schedule(_C.StashSchedule):
         if unfinished:
             missing = next((e.turned for e in self.entries if e.turned not in self.entries), None)
             self.entries = []
-            return f"{OP}: the step that was recorded ended before {missing}; the next one is recorded."
+            return f"{OP}: the step that was recorded ended before {missing}; the next step is recorded instead."
         self.known = True
         return ""
 
@@ -86,11 +88,11 @@ class Schedule(_C.StashSchedule):
         same = wanted == entry if self._numbered is None or wanted is None else self._is_numbered(wanted, entry)
         if not same:
             self._at = self.position
-            said = "the step is over" if wanted is None else f"wanted {self._in_names(wanted)}"
+            expected = "the step is over" if wanted is None else f"wanted {self._in_names(wanted)}"
             raise RuntimeError(
-                f"{OP}: {entry} came as entry {self.position} of the schedule, {said}. Each step has to run in the "
-                "same order and with as many microbatches; after reset(record=True) a step is recorded anew. What is "
-                "no part of it, a validation say, runs under torch.no_grad()."
+                f"{OP}: {entry} came as entry {self.position} of the schedule, {expected}. Each step has to run in the "
+                "same order and with the same number of microbatches; reset(record=True) records a new schedule. Run "
+                "passes outside of training steps, such as a validation, under torch.no_grad()."
             )
         self.position += 1
         self._at = self.position
@@ -124,15 +126,15 @@ def _entries_of(order: Sequence[int | float], layers_per_chunk: int | Sequence[i
 
 
 class Operation(NamedTuple):
-    """store: pages are taken; else they are given back."""
+    """store: takes pages; else gives them back."""
 
     store: bool
     key: Hashable
 
 
 def operations(entries: Iterable[Entry]) -> list[Operation]:
-    """What a step of these entries does: a group whose own backward is next is not stored; the one whose backward is
-    next is loaded ahead."""
+    """The stores and loads of a step of these entries: a group whose own backward is next is not stored, and a stored
+    group is loaded one entry before its backward."""
     entries, done, away = list(entries), [], set()
 
     def load(entry: Entry | None) -> None:
@@ -152,7 +154,7 @@ def operations(entries: Iterable[Entry]) -> list[Operation]:
 
 
 def not_last_in(steps: Iterable[Operation]) -> Operation | None:
-    """The first group that comes back while one that was stored behind it is still away."""
+    """The first load of a group while a group that was stored later is still away."""
     away = []
     for step in steps:
         if step.store:

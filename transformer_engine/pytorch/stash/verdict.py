@@ -1,4 +1,4 @@
-"""What a report of the device says of a step, in words."""
+"""The verdict on a step: the flags of the device's report and their meaning."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FLAGS = {
     64: "written between pages",
     128: "pages leaked",
 }
-_MEANS = {
-    1: "there was no room for it, and its reload is NaN; grow() or more host pages make room, rerun() repeats the step",
-    2: "its count was above its rows, and was cut; size its tensors for the routing, then rerun() the step",
-    4: "its count was below 0, and was taken for 0; mend who writes the counter",
-    8: "groups came back in another order than last in, first out, which 'bump' needs; use policy='ring'",
+_MEANINGS = {
+    1: "there was no room for it, and its reload is NaN; make room with grow() or host_pages, then rerun() the step",
+    2: "its count was above its rows and was cut; size its tensors for the routing, then rerun() the step",
+    4: "its count was below 0 and was taken as 0; fix the kernel that writes the counter",
+    8: "groups were loaded in another order than last in, first out, which 'bump' needs; use policy='ring'",
     16: "it was loaded while nothing of it was stored, or stored twice",
-    32: "its pages were not what was stored when it came back: somebody wrote there",
-    64: "somebody wrote between two pages",
-    128: "pages were taken still when the step ended",
+    32: "its pages changed between the store and the load: other code wrote there",
+    64: "other code wrote between two pages",
+    128: "pages were still taken when the step ended",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """step: how many steps came before it: reset(), grow() and rerun() begin one each. ok: nothing is flagged. flags:
-    what is. group: of the first group that was flagged, None where it is unknown. report: the numbers
+    """step: number of the step, from 0; reset(), grow() and rerun() each start one. ok: there are no flags. flags:
+    names of the faults. group: name of the first group with a fault, None where it is unknown. report: the numbers
     (te_stash_report)."""
 
     step: int
@@ -50,23 +50,23 @@ class Verdict:
     def __str__(self) -> str:
         if self.ok:
             return f"PagedStash: step {self.step} is good."
-        means = "; ".join(text for bit, text in _MEANS.items() if FLAGS[bit] in self.flags)
-        return f"PagedStash: step {self.step} is bad, first by group {self.group!r}: {means}."
+        meanings = "; ".join(text for bit, text in _MEANINGS.items() if FLAGS[bit] in self.flags)
+        return f"PagedStash: step {self.step} is bad, first by group {self.group!r}: {meanings}."
 
     def raise_if_bad(self) -> None:
         if not self.ok:
             raise RuntimeError(str(self))
 
 
-def said(report: dict[str, int | float], names: list[Hashable], before: int) -> Verdict:
-    """names: of the step's stores, by number. before: steps before the pool's first one."""
+def verdict_of(report: dict[str, int | float], names: list[Hashable], first_step: int) -> Verdict:
+    """names: of the groups of the step's stores, in order. first_step: number of the pool's first step."""
     bits, number = report["flags"], report["flagged_entry"]
     group = names[number] if 0 <= number < len(names) else None
-    report = {**report, "step": before + report["step"]}
+    report = {**report, "step": first_step + report["step"]}
     return Verdict(report["step"], tuple(name for bit, name in FLAGS.items() if bits & bit), group, report)
 
 
-def nothing_said(step: int) -> Verdict:
-    """On a step without a pool, in which nothing can be lost."""
+def good_verdict(step: int) -> Verdict:
+    """On a step without a pool, which keeps everything."""
     empty = _C.stash_report_in(torch.zeros(_C.stash_report_bytes, dtype=torch.uint8))
-    return said({**empty, "flagged_entry": -1}, [], step)
+    return verdict_of({**empty, "flagged_entry": -1}, [], step)

@@ -1,4 +1,4 @@
-// stash, binding: pools, their groups and the order of their calls, as benchmarks and tests take them by hand too.
+// Python classes of the pool, its groups and the calls on it. Benchmarks and tests also use them directly.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/common.h"
-#include "stash/stash_calls.h"
+#include "stash/stash_handle.h"
 
 namespace te_torch {
 
@@ -57,12 +57,12 @@ void register_stash(py::module_& m) {
       .def("close", wrapped([](StashPool& p) { p.close(); }));
   py::class_<StashGroup, std::shared_ptr<StashGroup>>(m, "StashGroup")
       .def(py::init(wrapped([](std::shared_ptr<StashPool> pool, const StashHandle& handle, int64_t tail) {
-        return std::make_shared<StashGroup>(std::move(pool), handle, int32_t(tail));
+        return std::make_shared<StashGroup>(std::move(pool), handle.segments, int32_t(tail));
       })))
       .def("store", wrapped([](StashGroup& g, int64_t number, int64_t stream) { g.store(number, as_stream(stream)); }))
-      .def("bring", wrapped([](const StashGroup& g, StashHandle& handle) { g.bring(handle); }))
+      .def("allocate", wrapped([](const StashGroup& g, StashHandle& handle) { g.allocate(handle.segments); }))
       .def("load", wrapped([](StashGroup& g, const StashHandle& handle, bool keep, int64_t stream) {
-             g.aim(handle);
+             g.set_targets(handle.segments);
              g.load(keep, as_stream(stream));
            }))
       .def("read", wrapped([](const StashGroup& g, int64_t stream) {
@@ -77,17 +77,18 @@ void register_stash(py::module_& m) {
       .def("map", wrapped([](const StashGroup& g) { return g.map(); }))
       .def_property_readonly("most_pages", &StashGroup::most_pages);
   py::class_<StashCalls, std::shared_ptr<StashCalls>>(m, "StashCalls")
-      .def(py::init(wrapped([](std::shared_ptr<StashPool> native, std::shared_ptr<StashLanes> lanes) {
-             return std::make_shared<StashCalls>(std::move(native), std::move(lanes));
+      .def(py::init(wrapped([](std::shared_ptr<StashPool> native, std::shared_ptr<StashStreams> streams) {
+             return std::make_shared<StashCalls>(std::move(native), std::move(streams));
            })),
-           py::arg("native"), py::arg("lanes"))
+           py::arg("native"), py::arg("streams"))
       .def_property_readonly("native", &StashCalls::native)
+      .def_readwrite("captured", &StashCalls::captured)
       .def("load", wrapped([](StashCalls& c, StashHandle& handle, bool keep) { c.load(handle, keep); }))
       .def("join", wrapped([](const StashCalls& c) { c.join(); }))
       .def("end_capture", wrapped([](const StashCalls& c) { c.end_capture(); }))
       .def("report", wrapped([](StashCalls& c, const Tensor& mailbox) { c.report(mailbox); }))
       .def("reset", wrapped([](StashCalls& c, const Tensor& mailbox) { c.reset(mailbox); }));
-  m.attr("stash_most_members") = TE_STASH_MOST_MEMBERS;
+  m.attr("stash_max_tensors") = TE_STASH_MOST_MEMBERS;
   m.attr("stash_report_bytes") = sizeof(te_stash_report);
   m.def("stash_report_in", wrapped(report_in));
   m.def("stash_most_pages", wrapped([](const std::vector<Tensor>& data, int64_t page_bytes) {

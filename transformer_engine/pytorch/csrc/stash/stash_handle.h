@@ -1,5 +1,5 @@
-// What one group stashed, from its store to its way back: storages that its saved tensors lie in (pieces) and the rows
-// in them that are counted (regions). When each step happens is stash_step.h's.
+// A stashed group from its store to its reload: its segments and their state. A handle knows its owner as an interface
+// alone; stash_step.h decides when each method runs.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,89 +11,67 @@
 #include <vector>
 
 #include "saved_hooks/saved_tensor_hooks.h"
+#include "stash/stash_calls.h"
 
 namespace te_torch {
 
-class StashCalls;
-class StashCore;
-class StashGroup;
-class StashStep;
-class Stashed;
-struct StashPoint;
+class StashHandle;
 
-// Rows of row_bytes, one behind the other from `offset` on, in bytes of a piece's memory.
-struct StashRegion {
-  // The counter as it is now.
-  StashRegion(int64_t at, int64_t count, int64_t bytes, int64_t unit, const Tensor& alive);
+// The step that a handle was made in.
+class StashHandleOwner {
+ public:
+  StashHandleOwner() = default;
+  virtual ~StashHandleOwner() = default;
+  StashHandleOwner(const StashHandleOwner&) = delete;
+  StashHandleOwner& operator=(const StashHandleOwner&) = delete;
 
-  int64_t end() const { return offset + rows * row_bytes; }
-  bool changed() const;  // the counter, since
-
-  int64_t offset, rows, row_bytes, unit_rows;
-  int64_t behind = 0;  // rows that leave too, behind the live ones (autograd/rows_behind.h)
-  Tensor counter;
-  int64_t version;  // of the counter, when it was said
+  virtual void restore(StashHandle& handle) = 0;         // a backward needs its tensors now
+  virtual void read_originals(StashHandle& handle) = 0;  // a backward reads originals that were not freed yet
+  virtual void release(StashHandle& handle) = 0;         // its last reference is gone
+  virtual void record_operation(StashHandle& handle, bool store) = 0;  // a store or a load, for the plan
 };
 
-uint32_t version_of(const Tensor& t);  // 0 in inference mode, where nobody asks whether it changes
-
-// Memory of which regions are stashed: the original until it is freed, then what came back.
-struct StashPiece {
-  StashPiece(c10::Storage memory, int64_t first, int64_t count)
-      : storage(std::move(memory)), start(first), bytes(count) {}
-
-  char* data() const { return static_cast<char*>(storage.mutable_data()) + start; }
-
-  c10::Storage storage;  // null while it is away
-  int64_t start, bytes;  // in it
-  std::vector<StashRegion> regions;
-};
-
-// kept: nothing was copied. stored: its copy is under way or done, the originals are there. coming: its copy back is
-// under way.
-// kStored: its copy is under way or done, the originals are there. kComing: its copy back is under way.
+// kKept: nothing was copied. kStored: the copy was started, the originals are not freed yet. kAway: the originals are
+// freed. kComing: the copy back was started. kBack: the tensors can be read again. kGone: the pages were given back.
 enum class StashState : uint8_t { kKept, kStored, kAway, kComing, kBack, kGone };
 const char* name_of(StashState state);
 
-class StashHandle {
+class StashHandle : public StashCopy {
  public:
-  StashHandle(pybind11::object group, pybind11::object place, int32_t rest, std::weak_ptr<StashStep> of,
-              std::weak_ptr<StashCore> in)
-      : name(std::move(group)), key(std::move(place)), tail(rest), step(std::move(of)), core(std::move(in)) {}
-  ~StashHandle();  // one that a caller had gives its pages back; groups are told when nobody wants them any more
+  // stash: identity of the stash that made it.
+  StashHandle(pybind11::object group_name, pybind11::object group_key, int32_t rest,
+              std::weak_ptr<StashHandleOwner> made_in, std::weak_ptr<const void> made_by)
+      : StashCopy(std::move(group_name), rest),
+        key(std::move(group_key)),
+        owner(std::move(made_in)),
+        stash(std::move(made_by)) {}
+  ~StashHandle();  // of PagedStash.stash(): gives its pages back. Groups are released by their tensors.
   StashHandle(const StashHandle&) = delete;
   StashHandle& operator=(const StashHandle&) = delete;
 
-  void store(const std::shared_ptr<StashCalls>& calls);  // its copy starts, behind what the current stream was given
-  void free();                         // the current stream waits for the copy; originals are given up
-  void start_load(bool keep = false);  // its copy back starts, into memory of the current stream
+  void store(const std::shared_ptr<StashCalls>& calls);  // starts the copy, after the work of the current stream
+  void free_originals();               // the current stream waits for the copy; the originals are freed
+  void start_load(bool keep = false);  // starts the copy back into new memory
   void finish_load();                  // the current stream waits for the copy back
-  void stay();                         // it is read before its originals were given up: pages go back unread
-  void evict(int64_t low_water);       // its pages move to the host where fewer than these are free
-  void park();                         // memory that it brought back is the caller's
-  // Nobody wants it any more: pages that it has go back, memory that is being copied is waited for.
-  void let_go();
-  void give_up();  // it is over, and the pool knows
-  std::runtime_error refusal(const std::string& who) const;
+  void cancel();                       // the originals are read before they were freed: gives the pages back unread
+  void evict(int64_t low_water);       // moves the pages to the host where fewer than low_water are free
+  void detach_buffers();               // the loaded memory belongs to the caller
+  void release();                      // waits for copies that are under way and gives the pages back
+  void finish();                       // drops everything; the pool has no pages of it any more
+  std::runtime_error gone_error(const std::string& reader) const;
 
-  pybind11::object name, key;
-  int32_t tail;
-  std::weak_ptr<StashStep> step;  // whose it is
-  std::weak_ptr<StashCore> core;
+  pybind11::object key;  // the name and the microbatch
+  std::weak_ptr<StashHandleOwner> owner;
+  std::weak_ptr<const void> stash;
   StashState state = StashState::kKept;
-  bool scheduled = false, evicted = false, noted = false;
-  bool leaves = false;  // in a step, of one that a probe made and that stays
-  std::vector<std::shared_ptr<StashPiece>> pieces;
-  std::vector<std::weak_ptr<Stashed>> taken;  // told when the originals are given up
-  std::optional<std::vector<std::pair<at::ScalarType, std::vector<int64_t>>>> like;  // of tensors of a caller
-  std::shared_ptr<StashGroup> group;
-  std::shared_ptr<StashPoint> stored, back;
+  bool scheduled = false, evicted = false, traced = false;
+  bool leaves_in_step = false;                       // the group of a probe stays; a step would stash it
+  std::vector<std::weak_ptr<PackedStorage>> packed;  // to release when the originals are freed
+  std::optional<std::vector<std::pair<at::ScalarType, std::vector<int64_t>>>> like;  // dtypes and shapes of stash()
 
  private:
-  void note_captured(const StashPoint& point) const;
-  bool has_members();           // drops pieces that nobody wants any more; whether a region is left
-  void check_counters() const;  // raises where one was changed since it was said
-  void free_originals();        // behind the copy
+  bool has_regions();           // removes segments without memory; whether a region is left
+  void check_counters() const;  // raises where one was changed in place since the region was made
 
   std::shared_ptr<StashCalls> calls_;
 };

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "core/common.h"
+#include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
 
@@ -34,7 +35,7 @@ StashPool::StashPool(const at::Device& device, te_stash_options options, const T
   options.device = device_.is_cpu() ? TE_DEVICE_CPU : int32_t(device_.index());
   options.gate = gate.data_ptr<float>();
   const size_t control = te_stash_control_bytes(options);
-  if (control != 0) {  // else create() says what is wrong
+  if (control != 0) {  // else te_stash_pool_create() reports the wrong option
     const size_t pages = te_stash_pages_bytes(options);
     control_ = bytes_of(device_, control, true);
     pages_ = bytes_of(device_, pages, false);
@@ -70,37 +71,33 @@ te_stash_member stash_member_of(int64_t rows, int64_t row_bytes, int64_t unit_ro
   return member;
 }
 
-int64_t stash_units_behind(const StashRegion& region) {
-  return region.behind / region.unit_rows + int64_t(region.behind % region.unit_rows != 0);
-}
-
-StashGroup::StashGroup(std::shared_ptr<StashPool> pool, const StashHandle& handle, int32_t tail)
+StashGroup::StashGroup(std::shared_ptr<StashPool> pool, const StashSegments& segments, int32_t tail)
     : pool_(std::move(pool)) {
-  for (const auto& piece : handle.pieces) {
-    for (const StashRegion& r : piece->regions) {
-      places_.emplace_back(sizes_.size(), r.offset);
+  for (const auto& segment : segments) {
+    for (const StashRegion& r : segment->regions) {
+      positions_.emplace_back(sizes_.size(), r.offset);
       te_stash_member& member = members_.emplace_back(stash_member_of(r.rows, r.row_bytes, r.unit_rows, tail));
       member.counter = r.counter.data_ptr();
-      member.behind = stash_units_behind(r);
+      member.behind = r.trailing_units();
       member.counter_bytes = int32_t(r.counter.element_size());
       counters_.push_back(r.counter);
     }
-    sizes_.push_back(piece->bytes);
+    sizes_.push_back(segment->bytes);
   }
-  place(members_, handle);
+  set_addresses(members_, segments);
   check(te_stash_most_pages(members_.data(), int32_t(members_.size()), pool_->page_bytes(), &most_pages_));
   entry_ = pool_->take_entry(most_pages_);
 }
 
-void StashGroup::aim(const StashHandle& handle) {
+void StashGroup::set_targets(const StashSegments& segments) {
   targets_ = members_;
-  place(targets_, handle);
+  set_addresses(targets_, segments);
 }
 
-void StashGroup::place(std::vector<te_stash_member>& members, const StashHandle& handle) const {
+void StashGroup::set_addresses(std::vector<te_stash_member>& members, const StashSegments& segments) const {
   for (size_t i = 0; i < members.size(); ++i) {
-    const auto [piece, offset] = places_[i];
-    members[i].data = members[i].most == 0 ? nullptr : handle.pieces.at(piece)->data() + offset;
+    const auto [segment, offset] = positions_[i];
+    members[i].data = members[i].most == 0 ? nullptr : segments.at(segment)->data() + offset;
   }
 }
 
@@ -109,13 +106,13 @@ void StashGroup::store(int64_t number, te_stream stream) {
   stored_ = true;
 }
 
-void StashGroup::bring(StashHandle& handle) const {
+void StashGroup::allocate(StashSegments& segments) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto options = at::TensorOptions().dtype(at::kByte).device(pool_->device());
   for (size_t i = 0; i < sizes_.size(); ++i) {
-    StashPiece& piece = *handle.pieces.at(i);
-    piece.storage = at::empty({sizes_[i]}, options).storage();
-    piece.start = 0;
+    StashSegment& segment = *segments.at(i);
+    segment.storage = at::empty({sizes_[i]}, options).storage();
+    segment.start = 0;
   }
 }
 

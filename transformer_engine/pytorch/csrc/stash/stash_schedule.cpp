@@ -5,11 +5,14 @@
 
 #include <utility>
 
-#include "stash/stash_step.h"
-
 namespace te_torch {
 
 namespace py = pybind11;
+
+StashPython& stash_python() {
+  static auto* const python = new StashPython();  // never destroyed: the interpreter may end first
+  return *python;
+}
 
 StashEntry::StashEntry(py::object of) : entry(std::move(of)) {
   const auto fields = py::reinterpret_borrow<py::tuple>(entry);
@@ -36,7 +39,7 @@ StashEntry StashSchedule::forward(const py::object& name) {
   StashEntry found;
   if (wanted != nullptr && wanted->forward && wanted->microbatch == number && equal(wanted->name, name)) {
     found = *wanted;
-    passed();
+    advance();
   } else {
     found = StashEntry(stash_python().entry(true, name, number));
     self().attr("_pass")(found.entry);
@@ -49,7 +52,7 @@ void StashSchedule::backward(const StashEntry& entry) {
   const StashEntry* wanted = expected();
   if (wanted != nullptr && !wanted->forward && wanted->microbatch == entry.microbatch &&
       equal(wanted->name, entry.name)) {
-    return passed();
+    return advance();
   }
   self().attr("_pass")(entry.entry.attr("turned"));
 }
@@ -85,6 +88,11 @@ void register_stash_schedule(py::module_& m) {
       .def_readwrite("position", &StashSchedule::position)
       .def_readwrite("_at", &StashSchedule::at)
       .def("begin", &StashSchedule::begin);
+  m.def("set_stash_python",
+        [](py::object entry, py::object operation, py::object size_of, py::object evict_farthest, py::object endless) {
+          stash_python() = {std::move(entry), std::move(operation), std::move(size_of), std::move(evict_farthest),
+                            std::move(endless)};
+        });
 }
 
 }  // namespace te_torch

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-std::string shown(const py::object& name) { return std::string(py::repr(name)); }
+std::string repr_of(const py::object& name) { return std::string(py::repr(name)); }
 
 constexpr int64_t kEndless = 1024;  // microbatches of one group in one step
 
@@ -30,12 +30,7 @@ void note_used(const std::shared_ptr<StashCore>& core) {
 
 }  // namespace
 
-StashPython& stash_python() {
-  static auto* const python = new StashPython();  // which outlives the interpreter
-  return *python;
-}
-
-std::shared_ptr<StashCalls> StashCore::calls_now() {
+std::shared_ptr<StashCalls> StashCore::ensure_pool() {
   if (calls == nullptr && sized && !closed) py::cast(shared_from_this()).attr("_make_pool")();
   return calls;
 }
@@ -44,15 +39,15 @@ void StashCore::check_open(const char* call) const {
   if (closed) throw std::runtime_error(c10::str("PagedStash.", call, ": the stash is closed; make another one."));
 }
 
-std::shared_ptr<StashStep> StashCore::step_now(bool begins) {
-  const auto made = [&](StashRun run) {
+std::shared_ptr<StashStep> StashCore::step_of_call(bool begins) {
+  const auto new_outside = [&](StashStepKind kind) {
     probe = probe_now;
-    return aside = std::make_shared<StashStep>(weak_from_this(), false, run);
+    return outside = std::make_shared<StashStep>(weak_from_this(), false, kind);
   };
-  if (probe_now != 0) return aside != nullptr && probe == probe_now ? aside : made(StashRun::kProbe);
-  if (aside != nullptr && probe == 0 && aside->visits()) return aside;
-  if (!begins || !schedule->over()) return step;
-  return aside != nullptr && probe == 0 ? aside : made(StashRun::kAside);
+  if (probe_now != 0) return outside != nullptr && probe == probe_now ? outside : new_outside(StashStepKind::kProbe);
+  if (outside != nullptr && probe == 0 && outside->in_scope()) return outside;
+  if (!begins || !schedule->ended()) return step;
+  return outside != nullptr && probe == 0 ? outside : new_outside(StashStepKind::kOutside);
 }
 
 std::vector<std::shared_ptr<StashCore>> stashes_used() {
@@ -63,14 +58,14 @@ std::vector<std::shared_ptr<StashCore>> stashes_used() {
   return found;
 }
 
-bool StashStep::runs(const StashCore* core) const { return core != nullptr && core->step.get() == this; }
+bool StashStep::is_current(const StashCore* core) const { return core != nullptr && core->step.get() == this; }
 
-void StashStep::stay(StashHandle& handle) const {
-  handle.scheduled = true;  // no load of it is noted
+void StashStep::keep(StashHandle& handle) const {
+  handle.scheduled = true;  // its load is not recorded
   const auto owner = core();
   const bool pool = owner != nullptr && !owner->closed && (owner->calls != nullptr || owner->sized);
-  handle.leaves =
-      run_ == StashRun::kProbe && pool && py::cast<bool>(owner->python_schedule.attr("leaves")(handle.name));
+  handle.leaves_in_step =
+      kind_ == StashStepKind::kProbe && pool && py::cast<bool>(owner->python_schedule.attr("leaves")(handle.name));
 }
 
 void StashStep::forget_records() {
@@ -79,11 +74,11 @@ void StashStep::forget_records() {
   sizes = py::dict();
 }
 
-void StashStep::over() {
+void StashStep::end() {
   leaving_.reset();
-  std::exchange(scheduled_, {}).clear();  // what frees a group may come back here
+  std::exchange(scheduled_, {}).clear();  // a destructor may call back into this step
   for (const auto& handle : handles()) {
-    if (handle->state != StashState::kKept && handle->state != StashState::kBack) handle->give_up();
+    if (handle->state != StashState::kKept && handle->state != StashState::kBack) handle->finish();
   }
 }
 
@@ -101,56 +96,58 @@ std::vector<std::shared_ptr<StashHandle>> StashStep::scheduled() const {
   return found;
 }
 
-std::shared_ptr<StashHandle> StashStep::handle(const py::object& name, int32_t tail) {
+std::shared_ptr<StashHandle> StashStep::new_handle(const py::object& name, int32_t tail) {
   const int64_t number = microbatches_[name]++;
   if (records_ && number == kEndless) stash_python().endless(shared_from_this());
-  auto made = std::make_shared<StashHandle>(name, py::make_tuple(name, number), tail, weak_from_this(), core_);
+  auto handle = std::make_shared<StashHandle>(name, py::make_tuple(name, number), tail, weak_from_this(), core_);
   if (handles_.size() >= sweep_at_) {
     std::erase_if(handles_, [](const auto& ref) { return ref.expired(); });
     sweep_at_ = std::max<size_t>(64, 2 * handles_.size());
   }
-  handles_.push_back(made);
-  return made;
+  handles_.push_back(handle);
+  return handle;
 }
 
 // ---- groups ----
 
-std::shared_ptr<StashHandle> StashStep::open(const py::object& name, int32_t tail) {
+std::shared_ptr<StashHandle> StashStep::open_group(const py::object& name, int32_t tail) {
   if (opened_ != nullptr) {
-    throw std::runtime_error(c10::str("PagedStash: group ", shown(name), " is opened inside of group ",
-                                      shown(opened_->name), ", wanted one behind the other: a tensor is one group's."));
+    throw std::runtime_error(c10::str("PagedStash: group ", repr_of(name), " is opened inside of group ",
+                                      repr_of(opened_->name),
+                                      ", wanted one after the other; close the first group before."));
   }
-  if (visit_ != nullptr && visit_->handle != nullptr) {
-    throw std::runtime_error(c10::str("PagedStash: group ", shown(name), " is opened behind group ",
-                                      shown(visit_->handle->name),
-                                      " between one pre_schedule and its post_schedule, wanted one group there."));
+  if (scope_ != nullptr && scope_->handle != nullptr) {
+    throw std::runtime_error(c10::str("PagedStash: group ", repr_of(name), " is opened after group ",
+                                      repr_of(scope_->handle->name),
+                                      " between one pre_schedule and its post_schedule, wanted one group there; call "
+                                      "post_schedule and pre_schedule between the two."));
   }
-  if (visit_ == nullptr) free_leaving();
-  opened_ = handle(name, tail);
-  if (!passed && run_ == StashRun::kStep) note_used(core());
-  passed = true;
+  if (scope_ == nullptr) free_leaving();
+  opened_ = new_handle(name, tail);
+  if (!any_group && kind_ == StashStepKind::kScheduled) note_used(core());
+  any_group = true;
   return opened_;
 }
 
-void StashStep::exit(const std::shared_ptr<StashHandle>& handle, bool failed) {
+void StashStep::close_group(const std::shared_ptr<StashHandle>& handle, bool failed) {
   opened_.reset();
   if (failed) {
-    visit_.reset();
-  } else if (visit_ != nullptr) {
-    visit_->handle = handle;
-  } else if (run_ != StashRun::kStep) {
-    stay(*handle);
+    scope_.reset();
+  } else if (scope_ != nullptr) {
+    scope_->handle = handle;
+  } else if (kind_ != StashStepKind::kScheduled) {
+    keep(*handle);
   } else {
-    measure(*handle);
-    note(*handle, true);
-    start(handle);
+    record_size(*handle);
+    record_operation(*handle, true);
+    store(handle);
   }
 }
 
-void StashStep::start(const std::shared_ptr<StashHandle>& handle) {
+void StashStep::store(const std::shared_ptr<StashHandle>& handle) {
   const auto owner = core();
-  const auto calls = owner == nullptr || run_ != StashRun::kStep ? nullptr : owner->calls_now();
-  if (calls == nullptr || handle->pieces.empty()) return;
+  const auto calls = owner == nullptr || kind_ != StashStepKind::kScheduled ? nullptr : owner->ensure_pool();
+  if (calls == nullptr || handle->segments.empty()) return;
   free_leaving();
   handle->store(calls);
   if (handle->state != StashState::kStored) return;
@@ -159,95 +156,95 @@ void StashStep::start(const std::shared_ptr<StashHandle>& handle) {
   if (owner->low_water != 0 && owner->schedule->known) stash_python().evict_farthest(shared_from_this(), calls);
 }
 
-void StashStep::measure(const StashHandle& handle) {
-  if (handle.pieces.empty()) return;
-  counted = true;
-  if (records_) sizes[handle.key] = stash_python().size_of(handle.pieces);
+void StashStep::record_size(const StashHandle& handle) {
+  if (handle.segments.empty()) return;
+  any_counted = true;
+  if (records_) sizes[handle.key] = stash_python().size_of(handle.segments);
 }
 
-void StashStep::note(StashHandle& handle, bool store) {
-  if (!records_ || handle.scheduled || handle.noted == store || (handle.pieces.empty() && store)) return;
-  handle.noted = store;
+void StashStep::record_operation(StashHandle& handle, bool store) {
+  if (!records_ || handle.scheduled || handle.traced == store || (handle.segments.empty() && store)) return;
+  handle.traced = store;
   trace.append(stash_python().operation(store, handle.key));
 }
 
 void StashStep::free_leaving() {
-  if (const auto handle = std::exchange(leaving_, nullptr)) handle->free();
+  if (const auto handle = std::exchange(leaving_, nullptr)) handle->free_originals();
 }
 
-void StashStep::wanted(StashHandle& handle) {
+void StashStep::restore(StashHandle& handle) {
   if (handle.state != StashState::kStored && handle.state != StashState::kAway && handle.state != StashState::kComing) {
     return;
   }
   free_leaving();
-  if (handle.state == StashState::kAway) note(handle, false);
+  if (handle.state == StashState::kAway) record_operation(handle, false);
   handle.finish_load();
 }
 
-void StashStep::read(StashHandle& handle) {
+void StashStep::read_originals(StashHandle& handle) {
   if (leaving_.get() != &handle) return;
   leaving_.reset();
-  note(handle, false);
-  handle.stay();
+  record_operation(handle, false);
+  handle.cancel();
 }
 
-void StashStep::dropped(StashHandle& handle) {
+void StashStep::release(StashHandle& handle) {
   if (leaving_.get() == &handle) leaving_.reset();
-  if (handle.state != StashState::kComing) note(handle, false);  // nothing came back of it, or nobody wanted that
-  handle.let_go();
+  if (handle.state != StashState::kComing) record_operation(handle, false);  // else its load is recorded already
+  handle.release();
 }
 
 // ---- schedulers ----
 
 void StashStep::before_forward() {
-  if (visit_ != nullptr) {
-    throw std::runtime_error("PagedStash.pre_schedule: called twice, wanted post_schedule behind the first one.");
+  if (scope_ != nullptr) {
+    throw std::runtime_error("PagedStash.pre_schedule: called twice, wanted post_schedule after the first call.");
   }
   free_leaving();
-  visit_ = std::make_shared<StashVisit>();
+  scope_ = std::make_shared<StashScheduleScope>();
 }
 
-std::shared_ptr<StashVisit> StashStep::after_forward() {
-  auto visit = std::exchange(visit_, nullptr);
-  if (visit == nullptr || visit->handle == nullptr) {
+std::shared_ptr<StashScheduleScope> StashStep::after_forward() {
+  auto scope = std::exchange(scope_, nullptr);
+  if (scope == nullptr || scope->handle == nullptr) {
     throw std::runtime_error(
-        "PagedStash.post_schedule: no group was closed since the last one, wanted pre_schedule, a group and "
+        "PagedStash.post_schedule: no group was closed since the last call, wanted pre_schedule, a group and "
         "post_schedule in this order.");
   }
   const auto owner = core();
-  const auto& handle = visit->handle;
-  if (run_ != StashRun::kStep) {
-    stay(*handle);
-    return visit;
+  const auto& handle = scope->handle;
+  if (kind_ != StashStepKind::kScheduled) {
+    keep(*handle);
+    return scope;
   }
   handle->scheduled = true;
-  visit->entry = owner->schedule->forward(handle->name);
-  handle->key = visit->entry.key;
+  scope->entry = owner->schedule->forward(handle->name);
+  handle->key = scope->entry.key;
   scheduled_[handle->key] = handle;
-  measure(*handle);
-  if (records_) trace.append(visit->entry.entry);
+  record_size(*handle);
+  if (records_) trace.append(scope->entry.entry);
   const StashEntry following = owner->schedule->next();
-  const bool turns = following.entry && !following.forward;
-  if (!turns || !equal(following.key, handle->key)) start(handle);  // else its own backward is next: it is kept
-  if (turns) load_ahead();
-  return visit;
+  const bool backward_next = following.entry && !following.forward;
+  if (!backward_next || !equal(following.key, handle->key)) store(handle);  // else its own backward is next
+  if (backward_next) load_ahead();
+  return scope;
 }
 
-void StashStep::before_backward(const StashVisit& visit) {
+void StashStep::before_backward(const StashScheduleScope& scope) {
   const auto owner = core();
-  if (run_ == StashRun::kAside && owner != nullptr && owner->aside.get() == this) {
-    owner->schedule->refuse_backward(visit.handle->name);
+  if (kind_ == StashStepKind::kOutside && owner != nullptr && owner->outside.get() == this) {
+    owner->schedule->refuse_backward(scope.handle->name);
   }
-  if (!runs(owner.get())) return;  // a graph of a step that is over: no entry of the one that runs
-  owner->schedule->backward(visit.entry);
-  if (records_) trace.append(visit.entry.entry.attr("turned"));
+  if (!is_current(owner.get())) return;  // an autograd graph of an earlier step has no entry in this one
+  owner->schedule->backward(scope.entry);
+  if (records_) trace.append(scope.entry.entry.attr("turned"));
   free_leaving();
-  visit.handle->finish_load();
+  scope.handle->finish_load();
 }
 
 void StashStep::load_ahead() {
   const auto owner = core();
-  if (!runs(owner.get())) return;
+  if (!is_current(owner.get())) return;
   const StashEntry following = owner->schedule->next();
   if (!following.entry || following.forward) return;
   const auto found = scheduled_.find(following.key);
@@ -264,29 +261,29 @@ void register_stash_step(py::module_& m) {
       .def_property_readonly("stash", &StashStep::core)
       .def_property_readonly("records", &StashStep::records)
       .def("forget_records", &StashStep::forget_records)
-      .def_readonly("passed", &StashStep::passed)
-      .def_readonly("counted", &StashStep::counted)
+      .def_readonly("any_group", &StashStep::any_group)
+      .def_readonly("any_counted", &StashStep::any_counted)
       .def_readonly("trace", &StashStep::trace)
       .def_readonly("sizes", &StashStep::sizes)
       .def_readonly("names", &StashStep::names)
       .def_property_readonly("handles", &StashStep::handles)
       .def_property_readonly("scheduled", &StashStep::scheduled)
-      .def("handle", wrapped([](StashStep& s, const py::object& name, int32_t tail) { return s.handle(name, tail); }),
+      .def("new_handle",
+           wrapped([](StashStep& s, const py::object& name, int32_t tail) { return s.new_handle(name, tail); }),
            py::arg("name"), py::arg("tail") = 2)
-      .def("over", wrapped([](StashStep& s) { s.over(); }))
+      .def("end", wrapped([](StashStep& s) { s.end(); }))
       .def("free_leaving", wrapped([](StashStep& s) { s.free_leaving(); }));
   py::class_<StashCore, std::shared_ptr<StashCore>>(m, "StashCore")
       .def(py::init<const at::Device&>(), py::arg("device"))
       .def_readonly("device", &StashCore::device)
-      .def_readwrite("lanes", &StashCore::lanes)
+      .def_readwrite("streams", &StashCore::streams)
       .def_readwrite("_pool", &StashCore::calls)
       .def_property(
           "step", [](const StashCore& core) { return core.step; },
           [](StashCore& core, std::shared_ptr<StashStep> step) {
             core.step = std::move(step);
-            core.aside.reset();
+            core.outside.reset();
           })
-      .def_readwrite("_captured", &StashCore::captured)
       .def_property(
           "schedule", [](const StashCore& core) { return core.python_schedule; },
           [](StashCore& core, py::object schedule) {
@@ -296,15 +293,10 @@ void register_stash_step(py::module_& m) {
       .def_readwrite("low_water", &StashCore::low_water)
       .def_readwrite("_sized", &StashCore::sized)
       .def_readwrite("_closed", &StashCore::closed)
-      .def("pool_now", wrapped([](StashCore& core) { return core.calls_now(); }))
+      .def("ensure_pool", wrapped([](StashCore& core) { return core.ensure_pool(); }))
       .def("_check_open", wrapped([](const StashCore& core, const char* call) { core.check_open(call); }));
-  m.def("set_stash_python",
-        [](py::object entry, py::object operation, py::object size_of, py::object evict_farthest, py::object endless) {
-          stash_python() = {std::move(entry), std::move(operation), std::move(size_of), std::move(evict_farthest),
-                            std::move(endless)};
-        });
   m.def("stashes_used", stashes_used);
-  // From true to false, what this thread runs is a probe's.
+  // Between a call with true and one with false, this thread runs a probe.
   m.def("set_stash_probe", [](bool begins) {
     static std::atomic<int64_t> probes{0};
     if (begins && probe_depth++ == 0) probe_now = ++probes;

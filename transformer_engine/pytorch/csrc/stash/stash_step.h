@@ -1,6 +1,6 @@
-// One step of a stash: which groups came by, which leaves, which comes back. What a group's tensors are is its own;
-// what comes by next is the schedule's. What is done once a step, or only while it is recorded, is Python's
-// (stash/step.py). Called with the GIL held.
+// One step of a stash: stores, frees and reloads its groups. stash_schedule.h predicts the next entry; Python
+// (stash/schedule.py, stash/plan.py) does what happens once a step or only while a step is recorded. Called with the
+// GIL held.
 #pragma once
 
 #include <memory>
@@ -8,68 +8,60 @@
 #include <vector>
 
 #include "stash/stash_calls.h"
+#include "stash/stash_handle.h"
 #include "stash/stash_schedule.h"
 
 namespace te_torch {
 
-// What Python says for steps that are recorded.
-struct StashPython {
-  pybind11::object entry, operation;  // schedule.py's tuples
-  pybind11::object size_of;           // (pieces): what a group holds
-  pybind11::object evict_farthest;    // (step, calls)
-  pybind11::object endless;           // (step): it is recorded, and no reset() comes
-};
-StashPython& stash_python();
+class StashCore;
 
-// What lies between one pre_schedule and its post_schedule: the group, and its entry from then on.
-struct StashVisit {
+// From pre_schedule() to its post_schedule(): the group between them. entry: set by post_schedule().
+struct StashScheduleScope {
   std::shared_ptr<StashHandle> handle;
   StashEntry entry;
 };
 
-// What a step is for. kAside: none of the schedule's, whose groups stay where they are: what runs behind the last entry
-// of a step, as a validation does, and has no backward there; kProbe: the run of a probe, which has one.
-enum class StashRun : uint8_t { kStep, kAside, kProbe };
+// kScheduled: a step of the schedule. Groups of the others stay in memory. kOutside: forwards without a backward after
+// the last entry of a step, such as a validation. kProbe: the run of a probe, with backwards.
+enum class StashStepKind : uint8_t { kScheduled, kOutside, kProbe };
 
-// From one reset() to the next. records: its order and sizes are noted.
-class StashStep : public std::enable_shared_from_this<StashStep> {
+// From one reset() to the next. records: its order and sizes are recorded.
+class StashStep : public StashHandleOwner, public std::enable_shared_from_this<StashStep> {
  public:
-  StashStep(std::weak_ptr<StashCore> core, bool records, StashRun run = StashRun::kStep)
-      : core_(std::move(core)), records_(records), run_(run) {}
-  StashStep(const StashStep&) = delete;
-  StashStep& operator=(const StashStep&) = delete;
+  StashStep(std::weak_ptr<StashCore> core, bool records, StashStepKind kind = StashStepKind::kScheduled)
+      : core_(std::move(core)), records_(records), kind_(kind) {}
 
-  void over();  // the next step has started: nothing of this one comes back
-  std::shared_ptr<StashHandle> handle(const pybind11::object& name, int32_t tail);  // of the group's next microbatch
+  void end();  // the next step has started: handles of this one are gone
+  std::shared_ptr<StashHandle> new_handle(const pybind11::object& name, int32_t tail);  // of the next microbatch
 
-  std::shared_ptr<StashHandle> open(const pybind11::object& name, int32_t tail);
-  void exit(const std::shared_ptr<StashHandle>& handle, bool failed);
-  void start(const std::shared_ptr<StashHandle>& handle);  // the group leaves, if there is anywhere to go yet
-  void measure(const StashHandle& handle);
-  void note(StashHandle& handle, bool store);  // schedulers note their entries instead
-  void free_leaving();                         // what is leaving has left
-  void wanted(StashHandle& handle);            // a backward reads it now
-  void read(StashHandle& handle);              // or its originals, which are there still
-  void dropped(StashHandle& handle);           // nobody wants anything of it any more
+  std::shared_ptr<StashHandle> open_group(const pybind11::object& name, int32_t tail);
+  void close_group(const std::shared_ptr<StashHandle>& handle, bool failed);
+  void store(const std::shared_ptr<StashHandle>& handle);  // unless there is no pool yet
+  void record_size(const StashHandle& handle);
+  void free_leaving();  // frees the originals of the last store
 
-  void before_forward();  // here the originals of the group before are freed: the experts now allocate another set
-  std::shared_ptr<StashVisit> after_forward();
-  void before_backward(const StashVisit& visit);
-  void load_ahead();                    // the group whose backward is next starts to come back
-  void passes_by() { visit_.reset(); }  // nothing behind the group has a backward
+  void restore(StashHandle& handle) override;
+  void read_originals(StashHandle& handle) override;
+  void release(StashHandle& handle) override;
+  void record_operation(StashHandle& handle, bool store) override;  // unless schedulers record the group's entries
+
+  void before_forward();  // frees the originals of the group before: the experts allocate another set after this
+  std::shared_ptr<StashScheduleScope> after_forward();
+  void before_backward(const StashScheduleScope& scope);
+  void load_ahead();                        // starts to load the group whose backward is the next entry
+  void discard_scope() { scope_.reset(); }  // its output needs no gradient
 
   std::shared_ptr<StashCore> core() const { return core_.lock(); }
-  std::vector<std::shared_ptr<StashHandle>> handles() const;  // that are wanted by somebody
+  std::vector<std::shared_ptr<StashHandle>> handles() const;  // those alive
   std::vector<std::shared_ptr<StashHandle>> scheduled() const;
   bool records() const { return records_; }
-  void forget_records();  // it goes on without being recorded
-  bool visits() const { return visit_ != nullptr; }
-  StashRun run() const { return run_; }
+  void forget_records();  // continues without recording
+  bool in_scope() const { return scope_ != nullptr; }
 
-  bool passed = false, counted = false;  // a group was opened; one of them had something to stash
-  pybind11::list trace;                  // of groups between schedulers their entries, of others what they do
-  pybind11::dict sizes;                  // of groups, by their keys
-  pybind11::list names;                  // of stores, by number
+  bool any_group = false, any_counted = false;  // a group was opened; one of them had a tensor with counted rows
+  pybind11::list trace;                         // entries of groups between schedulers, operations of others
+  pybind11::dict sizes;                         // of groups, by their keys
+  pybind11::list names;                         // of the group of each store
 
  private:
   struct Hash {
@@ -81,47 +73,47 @@ class StashStep : public std::enable_shared_from_this<StashStep> {
   template <class Value>
   using ByKey = std::unordered_map<pybind11::object, Value, Hash, Same>;
 
-  bool runs(const StashCore* core) const;  // whether it is the one that runs
-  void stay(StashHandle& handle) const;    // nothing is copied; a probe is shown what a step would do
+  bool is_current(const StashCore* core) const;
+  void keep(StashHandle& handle) const;  // copies nothing; a probe reports whether a step would
 
   std::weak_ptr<StashCore> core_;
   bool records_;
-  StashRun run_;
-  std::shared_ptr<StashVisit> visit_;
-  std::shared_ptr<StashHandle> opened_, leaving_;  // leaving: its originals are there still
+  StashStepKind kind_;
+  std::shared_ptr<StashScheduleScope> scope_;
+  std::shared_ptr<StashHandle> opened_, leaving_;  // leaving: stored, its originals are not freed yet
   ByKey<int64_t> microbatches_;
   std::vector<std::weak_ptr<StashHandle>> handles_;
   size_t sweep_at_ = 64;
   ByKey<std::shared_ptr<StashHandle>> scheduled_;
 };
 
-// What PagedStash derives: what its steps, groups and schedulers ask of it.
+// The base of PagedStash: its pool, schedule and steps.
 class StashCore : public std::enable_shared_from_this<StashCore> {
  public:
-  explicit StashCore(const at::Device& on) : device(on), lanes(std::make_shared<StashLanes>(on)) {}
+  explicit StashCore(const at::Device& on) : device(on), streams(std::make_shared<StashStreams>(on)) {}
   StashCore(const StashCore&) = delete;
   StashCore& operator=(const StashCore&) = delete;
 
-  std::shared_ptr<StashCalls> calls_now();  // the pool's, once its size is known
+  std::shared_ptr<StashCalls> ensure_pool();  // null where its size is not known yet
   void check_open(const char* call) const;
-  // The step of what is called now: the one that runs, or one aside. begins: a visit of schedulers does.
-  std::shared_ptr<StashStep> step_now(bool begins);
+  // The step that a call belongs to: the current one, or one outside of the schedule. begins: the call is
+  // pre_schedule().
+  std::shared_ptr<StashStep> step_of_call(bool begins);
 
   at::Device device;
-  std::shared_ptr<StashLanes> lanes;
+  std::shared_ptr<StashStreams> streams;
   std::shared_ptr<StashCalls> calls;
   std::shared_ptr<StashSchedule> schedule;
-  pybind11::object python_schedule;  // the same, as Python derives it
-  std::shared_ptr<StashStep> step;   // the one that runs
-  std::shared_ptr<StashStep> aside;  // beside it
-  int64_t probe = 0;                 // whose run `aside` is
+  pybind11::object python_schedule;    // the same object, of the class that Python derives
+  std::shared_ptr<StashStep> step;     // the current one
+  std::shared_ptr<StashStep> outside;  // of a probe, or after the end of the schedule
+  int64_t probe = 0;                   // number of the probe of `outside`, 0: none
   int64_t low_water = 0;
-  bool sized = false;     // the number of pages is known before a step was recorded
-  bool captured = false;  // a graph has calls on the pool
+  bool sized = false;  // the number of pages is known without a recorded step
   bool closed = false;
 };
 
-// The stashes of which groups were opened on this thread, the last one first; those that are gone are not among them.
+// The stashes that this thread has opened groups of and that are alive, the last one first.
 std::vector<std::shared_ptr<StashCore>> stashes_used();
 
 }  // namespace te_torch
