@@ -47,7 +47,7 @@ struct Decisions {
     pool.device_pages = kPages;
     pool.grid = {kPage, 1};
     pool.stride = kPage;
-    stash::first_ids(pool, 0, 1);
+    stash::init_ids(pool, 0, 1);
     stash::start_step(pool, true);
     table.count = 1;
     table.members[0].unit_bytes = 1;
@@ -56,17 +56,17 @@ struct Decisions {
   void store(int e, int64_t pages, int64_t loads) {
     stash::Layout layout{};
     layout.counts[0] = pages * kPage;
-    stash::place(table, layout);
-    const stash::Room room = stash::Room::of(pool, entries[size_t(e)].entry, loads);
-    const stash::Take take = stash::plan_store(pool, room, layout.starts[1], 0);
-    stash::write_map(pool, take, entries[size_t(e)].entry, 0, 1);
-    stash::finish_store(pool, room, stash::Before::of(pool, loads), take, table, layout, e, entries[size_t(e)].entry);
+    stash::set_starts(table, layout);
+    const stash::FreeSpace space = stash::FreeSpace::of(pool, entries[size_t(e)].entry, loads);
+    const stash::PageAlloc alloc = stash::plan_store(pool, space, layout.starts[1], 0);
+    stash::write_map(pool, alloc, entries[size_t(e)].entry, 0, 1);
+    stash::finish_store(pool, space, stash::Totals::of(pool, loads), alloc, table, layout, e, entries[size_t(e)].entry);
   }
   void load(int e, int64_t number) {
     stash::Entry& entry = entries[size_t(e)].entry;
-    const stash::Give give = stash::plan_give(pool, entry, number);
-    stash::write_ids(pool, give, entry, 0, 1);
-    stash::finish_give(pool, give, number);
+    const stash::PageFree freed = stash::plan_free(pool, entry, number);
+    stash::return_ids(pool, freed, entry, 0, 1);
+    stash::finish_free(pool, freed, number);
     entry.head.state = TE_STASH_STATE_EMPTY;
   }
   std::vector<int32_t> map(int e) const {

@@ -1,5 +1,5 @@
-// stash, contract: what pools, members and entries must be, the numbers of calls, and the fork to the CPU path
-// (stash_cpu.cpp) or CUDA. Computes no page and copies nothing itself.
+// stash, contract: checks pools, members and entries, counts calls, and calls the CPU path (stash_cpu.cpp) or the CUDA
+// path (stash.cu).
 #include "ops/stash/stash.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMostPages = INT32_MAX;              // of a tier: ids have 32 bits
 constexpr int64_t kMostBytes = int64_t(1) << 56;       // of a tier and of a member: no sum of them overflows
-constexpr size_t kPoolAlignment = TE_STASH_ALIGNMENT;  // of what the caller brings
+constexpr size_t kPoolAlignment = TE_STASH_ALIGNMENT;  // of memory from the caller
 
 size_t stride_of(const te_stash_options& o) { return o.page_bytes + (o.debug != 0 ? size_t(kCanary) : 0); }
 
@@ -30,7 +30,7 @@ void check_page_bytes(const char* op, const char* argument, size_t page_bytes) {
 }
 
 void check_options(const char* op, const te_stash_options& o) {
-  if (o.device < TE_DEVICE_CPU) bad_argument(op, "options.device", o.device, "-1 or an ordinal");
+  if (o.device < TE_DEVICE_CPU) bad_argument(op, "options.device", o.device, "-1 (CPU) or a CUDA ordinal");
   if (o.policy < TE_STASH_RING || o.policy > TE_STASH_BUMP) {
     bad_argument(op, "options.policy", o.policy, "a te_stash_policy");
   }
@@ -40,7 +40,7 @@ void check_options(const char* op, const te_stash_options& o) {
   if (o.sm_budget < 1 || o.sm_budget > 65535) bad_argument(op, "options.sm_budget", o.sm_budget, "blocks, 1 to 65535");
 }
 
-// Memory that the caller brings.
+// Memory from the caller.
 void check_memory(const char* op, const char* argument, const void* data) {
   if (data == nullptr) bad_argument(op, argument, "NULL", "memory");
   if (reinterpret_cast<uintptr_t>(data) % kPoolAlignment != 0) {
@@ -56,12 +56,12 @@ Entry* entry_of(const char* op, const void* entry) {
 size_t ids_bytes(int64_t pages) { return size_t(aligned(pages * int64_t(sizeof(int32_t)))); }
 size_t list_bytes(const te_stash_options& o) { return o.policy == TE_STASH_BUMP ? 0 : ids_bytes(o.device_pages); }
 
-// Sizes alone; what a call does beyond is its own to check.
+// Checks sizes; each call checks the other fields that it reads.
 Table table_of(const char* op, const te_stash_member* members, int32_t count) {
   if (count < 1 || count > kMembers) {
-    bad_argument(op, "count", count, concat("1 to ", kMembers, " members; more are stored as several groups"));
+    bad_argument(op, "count", count, concat("1 to ", kMembers, " members; store more as several groups"));
   }
-  if (members == nullptr) bad_argument(op, "members", "NULL", concat(count, " of them"));
+  if (members == nullptr) bad_argument(op, "members", "NULL", concat(count, " members"));
   Table table{};
   table.count = count;
   for (int32_t m = 0; m < count; ++m) {
@@ -115,7 +115,8 @@ Table loaded_table(const char* op, const te_stash_member* members, int32_t count
     if (member.tile_units < 1) {
       bad_argument(op, concat("members[", m, "].tile_units").c_str(), member.tile_units, "units, at least 1");
     }
-    if (member.tile_units > member.most) member.tile_units = member.most == 0 ? 1 : member.most;  // the same tail
+    if (member.tile_units > member.most)
+      member.tile_units = member.most == 0 ? 1 : member.most;  // which is the same tail
   }
   return table;
 }
@@ -140,7 +141,7 @@ Pool view_of(const te_stash_options& o, unsigned char* host_data) {
   return pool;
 }
 
-// body(pool) in its turn, with the sentence of what it throws.
+// Runs body(op, pool) under the pool's lock and returns its error as a status.
 template <class Body>
 te_status with_pool(const char* op, const te_stash_pool* pool, Body&& body) {
   return c_guard([&] {
@@ -171,7 +172,7 @@ void wait_for_device([[maybe_unused]] const char* op, const te_stash_pool& pool)
   TE_ON_DEVICE_OF(op, pool.options, (void)0, cuda::wait());
 }
 
-// Loads, drops and evicts are counted when they are under way: a call that failed was none.
+// Called after a load, drop or evict was enqueued: a call that failed is not counted.
 void count_load(te_stash_pool& pool, bool evict) {
   ++pool.loads;
   pool.evicted = evict;
@@ -217,7 +218,7 @@ te_status te_stash_most_pages(const te_stash_member* members, int32_t count, siz
     check_place(op, "pages", pages);
     Layout layout;
     for (int32_t m = 0; m < count; ++m) layout.counts[m] = members[m].most;
-    place(table, layout);
+    set_starts(table, layout);
     *pages = ceil_div(layout.starts[count], int64_t(page_bytes));
   });
 }
@@ -286,7 +287,7 @@ te_status te_stash_drop(te_stash_pool* pool, void* entry, te_stream stream) {
 te_status te_stash_evict(te_stash_pool* pool, void* entry, int64_t low_water, te_stream stream) {
   return with_pool("te_stash_evict", pool, [&](const char* op, te_stash_pool& p) {
     if (p.options.policy == TE_STASH_BUMP) {
-      bad_argument(op, "pool", "of policy BUMP", "RING or STACK: pages of BUMP come back in the reverse order alone");
+      bad_argument(op, "pool", "of policy BUMP", "RING or STACK; pages of BUMP can be freed in the reverse order only");
     }
     Entry* e = entry_of(op, entry);
     TE_ON_DEVICE_OF(op, p.options, cpu::evict(p.view, *e, low_water, p.loads),

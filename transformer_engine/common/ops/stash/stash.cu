@@ -1,6 +1,6 @@
-// stash, CUDA path. Each call is one launch. Every block makes the same decisions from control and the entry, which
-// nobody changes meanwhile, moves its share of the tiles, and counts itself out; the last one writes down what was
-// decided. So no block ever waits for another one.
+// stash, CUDA path. Each call is one launch. Every block makes the same decisions from control and the entry, which do
+// not change during the launch, and copies its part of the tiles; the last block to finish writes the decisions down.
+// No block waits for another.
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
@@ -14,7 +14,7 @@ namespace te::stash::cuda {
 
 namespace {
 
-constexpr int kHostBlocks = 4;        // more than the link needs, few enough to be no burden
+constexpr int kHostBlocks = 4;        // two saturate the host link; few, to leave SMs to other kernels
 constexpr int64_t kFill = 4 * kTile;  // bytes of a tail that a block fills at once
 constexpr int kDebugBlocks = 264;
 
@@ -26,28 +26,29 @@ __device__ __forceinline__ unsigned char* member_at(const Table& table, const Ti
   return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
 }
 
-// What a bulk copy takes of a tile: member's bytes, page's id and bytes.
-struct Piece {
+// The part of a tile for a bulk copy: address in the member, id of the page and offset in it.
+struct BulkTile {
   unsigned char* member;
   int64_t in_page;
   int32_t page;
   uint32_t bytes;
 };
 
-// This block's tiles, where id_at(page) is the id of a page of the group: out of the members, or into them.
+// Copies this block's tiles from the members to the pages (kStore), or back. id_at(page): the id of a page of the
+// group.
 template <bool kStore, class IdAt>
-__device__ __forceinline__ void move(const Pool& pool, const Table& table, Group& group, const Share& share,
-                                     IdAt&& id_at) {
+__device__ __forceinline__ void copy_tiles(const Pool& pool, const Table& table, Group& group, const Share& share,
+                                           IdAt&& id_at) {
   extern __shared__ __align__(128) unsigned char stages[];
   const int64_t* before = group.tiles.before[share.tier];
   if (threadIdx.x < kBulkThreads) {
     const auto find = [&](int i) {
       const int64_t index = share.first + int64_t(i) * share.step;
       const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, share.tier, index);
-      if (!by_bulk(table.members[tile.member])) return Piece{};
-      return Piece{member_at(table, tile), tile.in_page, id_at(tile.page), uint32_t(tile.bytes) & ~15u};
+      if (!by_bulk(table.members[tile.member])) return BulkTile{};
+      return BulkTile{member_at(table, tile), tile.in_page, id_at(tile.page), uint32_t(tile.bytes) & ~15u};
     };
-    copy_bulk(group.pipes, stages, share.count(before[table.count]), find, [&](const Piece& piece) {
+    copy_bulk(group.pipes, stages, share.count(before[table.count]), find, [&](const BulkTile& piece) {
       unsigned char* page = pool.page(share.tier == 1, piece.page) + piece.in_page;
       return Job{kStore ? piece.member : page, kStore ? page : piece.member, piece.bytes};
     });
@@ -57,7 +58,7 @@ __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group
   for (int m = 0; m < table.count; ++m) {
     const bool bulk = by_bulk(table.members[m]);
     if (before[m] == before[m + 1] || (bulk && live_bytes(table, group.layout, m) % 16 == 0)) continue;
-    // Of a member that the first warp copies, the end of the last tile; else its share of the tiles.
+    // For a member that bulk copies move, the end of its last tile; else this block's part of its tiles.
     const int64_t from = bulk ? before[m + 1] - 1 : before[m];
     for (int64_t index = from + (share.first + m) % share.step; index < before[m + 1]; index += share.step) {
       const Tile tile = tile_of(table, group.layout, pool.grid, group.tiles, share.tier, m, index);
@@ -69,14 +70,14 @@ __device__ __forceinline__ void move(const Pool& pool, const Table& table, Group
   }
 }
 
-// write(first, step): what the first block's other warps write of the lists, while pages are copied. Nobody reads it
-// before the last block has said so.
+// The first block's other warps call write(first, step) for ids while pages are copied. No call reads those ids before
+// the last block has published them.
 template <class Write>
 __device__ __forceinline__ void write_beside(Write&& write) {
   if (blockIdx.x == 0 && threadIdx.x >= kBulkThreads) write(int(threadIdx.x) - kBulkThreads, kHandThreads);
 }
 
-// This block's share of `bytes`, which the other warps fill.
+// Fills this block's part of `bytes`. Called by the other warps.
 __device__ void fill_share(unsigned char* to, int64_t bytes, uint32_t byte, int64_t first, int64_t step) {
   const int thread = int(threadIdx.x) - kBulkThreads;
   for (int64_t at = first * kFill; at < bytes; at += step * kFill) {
@@ -84,7 +85,7 @@ __device__ void fill_share(unsigned char* to, int64_t bytes, uint32_t byte, int6
   }
 }
 
-// Tails, and what is lost.
+// Writes tails, and 0xFF to the units of a lost group.
 __device__ void fill_members(const Table& table, const Group& group, const Share& share) {
   if (!share.fills || threadIdx.x < kBulkThreads) return;
   for (int m = 0; m < table.count; ++m) {
@@ -92,13 +93,13 @@ __device__ void fill_members(const Table& table, const Group& group, const Share
     auto* data = static_cast<unsigned char*>(member.data);
     const int64_t live = live_bytes(table, group.layout, m);
     const int64_t end = tail_end(member, group.layout.counts[m]) * member.unit_bytes;
-    const int64_t first = (share.first + m) % share.step;  // short tails are different blocks' work
+    const int64_t first = (share.first + m) % share.step;  // spreads short tails over blocks
     if (group.state != TE_STASH_STATE_STORED) fill_share(data, live, 0xff, first, share.step);
     fill_share(data + live, end - live, 0, first, share.step);
   }
 }
 
-// Debug: pages that were given back; by all threads of the last block.
+// Debug: fills freed pages with 0xFF. Called by all threads of the last block.
 __device__ void poison(const Pool& pool, const Entry* entry, int64_t first, int64_t count) {
   if (pool.debug == 0) return;
   for (int64_t i = first; i < first + count; ++i) {
@@ -106,18 +107,19 @@ __device__ void poison(const Pool& pool, const Entry* entry, int64_t first, int6
   }
 }
 
-// By all threads of the last block.
-__device__ void give_back(const Pool& pool, const Give& give, Entry* entry, int64_t load, uint32_t flags, bool keep) {
-  poison(pool, entry, 0, give.device_pages);
-  poison(pool, entry, entry->head.pages - entry->head.host_pages, give.host_pages);
+// Called by all threads of the last block.
+__device__ void free_pages(const Pool& pool, const PageFree& freed, Entry* entry, int64_t load, uint32_t flags,
+                           bool keep) {
+  poison(pool, entry, 0, freed.device_pages);
+  poison(pool, entry, entry->head.pages - entry->head.host_pages, freed.host_pages);
   if (threadIdx.x != 0) return;
-  raise(pool, give.flags | flags, entry->head.number);
-  finish_give(pool, give, load);
+  raise_flags(pool, freed.flags | flags, entry->head.number);
+  finish_free(pool, freed, load);
   if (!keep) entry->head.state = TE_STASH_STATE_EMPTY;
 }
 
 __device__ __noinline__ void end_process(int64_t number, int64_t pages) {
-  printf(TE_STASH_NO_ROOM, static_cast<long long>(number), static_cast<long long>(pages));
+  printf(TE_STASH_NO_SPACE, static_cast<long long>(number), static_cast<long long>(pages));
   __trap();
 }
 
@@ -127,33 +129,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Group group;
   const int lane = int(threadIdx.x);
   if (lane < kWarp) {
-    const Room room = Room::of(pool, *entry, loads);
+    const FreeSpace space = FreeSpace::of(pool, *entry, loads);
     uint32_t flags = 0;
     if (lane < table.count) {
       const te_stash_member& member = table.members[lane];
-      group.layout.counts[lane] = alive(read_counter(member), member, flags);
+      group.layout.counts[lane] = live_units(read_counter(member), member, flags);
     }
     flags = __reduce_or_sync(~0u, flags);
     __syncwarp();
     if (lane == 0) {
-      place(table, group.layout);
-      group.room = room;
-      group.take = plan_store(pool, room, group.layout.starts[table.count], flags);
-      group.device_pages = group.take.device_pages;
-      const bool ends = group.take.state == TE_STASH_STATE_LOST && pool.trap != 0;
-      if (ends && blockIdx.x == 0) end_process(number, group.take.pages);
+      set_starts(table, group.layout);
+      group.space = space;
+      group.alloc = plan_store(pool, space, group.layout.starts[table.count], flags);
+      group.device_pages = group.alloc.device_pages;
+      const bool ends = group.alloc.state == TE_STASH_STATE_LOST && pool.trap != 0;
+      if (ends && blockIdx.x == 0) end_process(number, group.alloc.pages);
     }
     __syncwarp();
     cut(pool, table, group);
   }
   __syncthreads();
-  const Take& take = group.take;
-  if (take.state == TE_STASH_STATE_STORED) {
-    write_beside([&](int first, int step) { write_map(pool, take, *entry, first, step); });
-    move<true>(pool, table, group, Share(device_blocks), [&](int64_t page) { return taken(pool, take, page); });
+  const PageAlloc& alloc = group.alloc;
+  if (alloc.state == TE_STASH_STATE_STORED) {
+    write_beside([&](int first, int step) { write_map(pool, alloc, *entry, first, step); });
+    copy_tiles<true>(pool, table, group, Share(device_blocks),
+                     [&](int64_t page) { return page_id(pool, alloc, page); });
   }
   if (is_last(entry) && threadIdx.x == 0) {
-    finish_store(pool, group.room, Before::of(pool, loads), take, table, group.layout, number, *entry);
+    finish_store(pool, group.space, Totals::of(pool, loads), alloc, table, group.layout, number, *entry);
   }
 }
 
@@ -161,30 +164,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
                 int64_t load, int device_blocks) {
   __shared__ Group group;
-  if (threadIdx.x == kWarp) group.give = keep ? Give::nothing(pool, load) : plan_give(pool, *entry, load);
+  if (threadIdx.x == kWarp) group.freed = keep ? PageFree::nothing(pool, load) : plan_free(pool, *entry, load);
   find_group(pool, table, entry, group);
   const Share share(device_blocks);
-  write_beside([&](int first, int step) { write_ids(pool, group.give, *entry, first, step); });
+  write_beside([&](int first, int step) { return_ids(pool, group.freed, *entry, first, step); });
   if (group.state == TE_STASH_STATE_STORED) {
-    move<false>(pool, table, group, share, [&](int64_t page) {
+    copy_tiles<false>(pool, table, group, share, [&](int64_t page) {
       return page < least(group.device_pages, kIds) ? group.ids[page] : entry->map()[page];
     });
   }
   fill_members(table, group, share);
   if (!is_last(entry)) return;
-  give_back(pool, group.give, entry, load, group.state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0, keep);
+  free_pages(pool, group.freed, entry, load, group.state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0, keep);
 }
 
 __global__ void __launch_bounds__(kThreads) drop_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t load) {
-  __shared__ Give give;
-  if (threadIdx.x == 0) give = plan_give(pool, *entry, load);
+  __shared__ PageFree freed;
+  if (threadIdx.x == 0) freed = plan_free(pool, *entry, load);
   __syncthreads();
-  write_ids(pool, give, *entry, threadIdx.x, blockDim.x);
-  give_back(pool, give, entry, load, 0, false);
+  return_ids(pool, freed, *entry, threadIdx.x, blockDim.x);
+  free_pages(pool, freed, entry, load, 0, false);
 }
 
-// What a bulk copy takes of a page that leaves for the host.
-struct Leaving {
+// A tile of a page that moves to the host.
+struct EvictedTile {
   int32_t from, to;
   int64_t in_page;
   uint32_t bytes;
@@ -193,9 +196,9 @@ struct Leaving {
 __global__ void __launch_bounds__(kThreads, 1)
     evict_kernel(const __grid_constant__ Pool pool, Entry* entry, int64_t low_water, int64_t load) {
   extern __shared__ __align__(128) unsigned char stages[];
-  __shared__ Move moved;
+  __shared__ Eviction eviction;
   __shared__ Pipe pipes[kPipes];
-  if (threadIdx.x == 0) moved = plan_evict(pool, *entry, low_water, load);
+  if (threadIdx.x == 0) eviction = plan_evict(pool, *entry, low_water, load);
   __syncthreads();
   if (threadIdx.x < kBulkThreads) {
     const int64_t cells = pool.grid.page_cells;
@@ -204,30 +207,30 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t page = pool.grid.page_of_cell(cell), in_page = (cell - page * cells) * kTile;
       const int64_t left = entry->head.stream_bytes - page * pool.grid.page_bytes - in_page;
       const int64_t bytes = least(least(kTile, pool.grid.page_bytes - in_page), left);
-      if (bytes <= 0) return Leaving{};
-      return Leaving{entry->map()[page], taken(pool, moved.to, page), in_page, uint32_t(bytes)};
+      if (bytes <= 0) return EvictedTile{};
+      return EvictedTile{entry->map()[page], page_id(pool, eviction.to, page), in_page, uint32_t(bytes)};
     };
-    copy_bulk(pipes, stages, Share(0).count(moved.to.host_pages * cells), find, [&](const Leaving& piece) {
+    copy_bulk(pipes, stages, Share(0).count(eviction.to.host_pages * cells), find, [&](const EvictedTile& piece) {
       return Job{pool.page(false, piece.from) + piece.in_page, pool.page(true, piece.to) + piece.in_page, piece.bytes};
     });
   }
   if (!is_last(entry)) return;
-  poison(pool, entry, 0, moved.give.device_pages);
-  __syncthreads();  // the map says which pages these are
-  write_move(pool, moved, *entry, threadIdx.x, blockDim.x);
-  if (threadIdx.x == 0) finish_evict(pool, moved, load, *entry);
+  poison(pool, entry, 0, eviction.freed.device_pages);
+  __syncthreads();  // before the map changes, which poison() reads
+  write_eviction(pool, eviction, *entry, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) finish_evict(pool, eviction, load, *entry);
 }
 
 __global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__ Pool pool, bool first) {
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  first_ids(pool, thread, int64_t(gridDim.x) * blockDim.x);
+  init_ids(pool, thread, int64_t(gridDim.x) * blockDim.x);
   if (thread == 0) stash::start_step(pool, first);
-  if (pool.debug == 0) return;  // in debug mode there is one block
+  if (pool.debug == 0) return;  // with debug there is one block
   __syncthreads();
-  if (mend_canaries(pool, first, thread, blockDim.x)) raise(pool, TE_STASH_CANARY, -1);
+  if (restore_canaries(pool, first, thread, blockDim.x)) raise_flags(pool, TE_STASH_CANARY, -1);
 }
 
-// The host may look at any time: a report whose step is not -1 is whole.
+// The host may read at any time: a report whose step is not -1 is complete.
 __global__ void post_kernel(const __grid_constant__ Pool pool, volatile te_stash_report* mailbox) {
   constexpr int kWords = sizeof(te_stash_report) / sizeof(uint64_t);
   constexpr int kStep = offsetof(te_stash_report, step) / sizeof(uint64_t);
@@ -243,27 +246,28 @@ __global__ void post_kernel(const __grid_constant__ Pool pool, volatile te_stash
   if (word == 0) words[kStep] = report[kStep];
 }
 
-// ---- debug mode's own launches ----
+// ---- launches of debug mode ----
 
 __device__ void add_sum(uint64_t* total, uint64_t sum) {
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
   if (threadIdx.x % 32 == 0) atomicAdd(reinterpret_cast<unsigned long long*>(total), sum);
 }
 
-// bytes(tile): where to read it.
+// at(tile): address of the bytes of a tile.
 template <class At>
 __device__ void add_tiles(const Pool& pool, const Table& table, const Group& group, uint64_t* total, At&& at) {
   uint64_t sum = 0;
   for (int tier = 0; tier < 2; ++tier) {
     for (int64_t i = blockIdx.x; i < group.tiles.before[tier][table.count]; i += gridDim.x) {
       const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, tier, i);
-      sum += sum_of(at(tile), tile.bytes, group.layout.starts[tile.member] + tile.in_member, threadIdx.x, blockDim.x);
+      sum +=
+          checksum_of(at(tile), tile.bytes, group.layout.starts[tile.member] + tile.in_member, threadIdx.x, blockDim.x);
     }
   }
   add_sum(total, sum);
 }
 
-// Behind a store: the checksum of what its members hold.
+// After a store: computes the checksum of its members.
 __global__ void __launch_bounds__(kThreads)
     sum_members_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
   __shared__ Group group;
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   if (is_last(entry) && threadIdx.x == 0) entry->fresh = 0;
 }
 
-// Before a load: whether the pages have the same, and nobody wrote behind them.
+// Before a load: compares the checksum of the pages, and checks their canaries.
 __global__ void __launch_bounds__(kThreads)
     check_pages_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
   __shared__ Group group;
@@ -283,19 +287,19 @@ __global__ void __launch_bounds__(kThreads)
   add_tiles(pool, table, group, &entry->checked,
             [&](const Tile& tile) { return page_of(pool, *entry, tile.page) + tile.in_page; });
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (!canaries_hold(pool, *entry, thread, int64_t(gridDim.x) * blockDim.x)) {
-    raise(pool, TE_STASH_CANARY, entry->head.number);
+  if (!canaries_intact(pool, *entry, thread, int64_t(gridDim.x) * blockDim.x)) {
+    raise_flags(pool, TE_STASH_CANARY, entry->head.number);
   }
   if (!is_last(entry) || threadIdx.x != 0) return;
   if (__ldcg(&entry->checked) != entry->head.checksum) {
-    raise(pool, TE_STASH_CHANGED, entry->head.number);
+    raise_flags(pool, TE_STASH_CHANGED, entry->head.number);
   }
   entry->checked = 0;
 }
 
 // ---- launches ----
 
-// No more blocks than there can be tiles. Host pages have blocks of their own.
+// At most as many blocks as there can be tiles. Host pages have blocks of their own.
 struct Blocks {
   int device, all;
 
@@ -318,7 +322,7 @@ void prepare() {
   more_shared(store_kernel);
   more_shared(load_kernel);
   more_shared(evict_kernel);
-  // Loaded here: the first call of a step may be captured, or run beside kernels that nobody may hold up.
+  // Loads the kernel now: the first call of a step may be captured, or run beside kernels that must not be delayed.
   cudaFuncAttributes unused;
   check_cuda(cudaFuncGetAttributes(&unused, drop_kernel), "te_stash_pool_create: cudaFuncGetAttributes");
 }

@@ -1,5 +1,5 @@
-// What the room's contract, its CPU path and its CUDA path share: the pool behind the handle, and the entries of both
-// paths, after all checks.
+// Shared by stash.cpp, the CPU path and the CUDA path: the pool of the C API, and the functions of both paths, called
+// after all checks.
 #pragma once
 
 #include <memory>
@@ -14,12 +14,12 @@ struct te_stash_pool {
   std::unique_ptr<te::pinned::Arena> arena;  // of the host pages
   mutable std::mutex mutex;
   int64_t loads = 0;     // loads, drops and evicts of this step
-  bool evicted = false;  // one was called that no load has waited for
+  bool evicted = false;  // there was an evict since the last load or drop
 };
 
 namespace te::stash {
 
-// `loads`: those called before a store; the number of a load, drop or evict.
+// loads: number of loads, drops and evicts of this step before the call.
 namespace cpu {
 void start_step(const Pool& pool, bool first);
 void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads);

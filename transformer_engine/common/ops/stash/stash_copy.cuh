@@ -1,5 +1,5 @@
-// How a block moves bytes: bulk copies through shared memory, driven by its first warps; and what these cannot do
-// (ragged ends, members on odd addresses, tails), by the others. Knows no pages.
+// Copies of a block: bulk copies through shared memory, driven by its first warps. The other warps do what bulk copies
+// cannot: ragged ends, members on odd addresses, tails. Knows no pages.
 #pragma once
 
 #include "core/device.h"
@@ -9,18 +9,17 @@
 namespace te::stash {
 
 constexpr int kThreads = 256;
-// Warps that drive copies, each its share of the tiles: one alone takes longer to start a tile, by instructions that
-// wait for one another, than 48 blocks' share of the memory's speed takes to move it (0.82 of a copy in place of 0.86
-// at 256 MiB; tiles of half the size halve it). More tiles on their way in are slower: 0.78 with 4 of 6, or with 3 x 2
-// of 4.
+// Warps that drive copies, each for a part of the tiles. With one warp, starting a tile takes longer than moving it at
+// the memory's speed with 48 blocks (0.82 of a copy in place of 0.86 at 256 MiB; tiles of half the size halve it).
+// Loading more tiles ahead is slower: 0.78 with 4 of 6, or with 3 x 2 of 4.
 constexpr int kPipes = 2;
 constexpr int kBulkThreads = kPipes * kWarp;
 constexpr int kHandThreads = kThreads - kBulkThreads;  // the others
-constexpr int kStages = 6, kAhead = 3;                 // tiles of a warp in shared memory; of them, on their way in
+constexpr int kStages = 6, kAhead = 3;                 // tiles of a warp in shared memory; loaded ahead
 constexpr int kStageBytes = kPipes * kStages * int(kTile);
-constexpr int kJobs = 2 * kWarp;  // a power of 2: those of the next 32 tiles, and some of the last ones
+constexpr int kJobs = 2 * kWarp;  // a power of 2: for the next 32 tiles and some of the last ones
 
-// One bulk copy. Addresses and bytes are multiples of 16; no bytes: nothing to do.
+// One bulk copy. Addresses and bytes are multiples of 16; bytes may be 0.
 struct Job {
   const unsigned char* from;
   unsigned char* to;
@@ -40,7 +39,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Barriers that were made are there for the copy engine too.
+// Makes initialized barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -81,7 +80,7 @@ __device__ __forceinline__ void bulk_out(void* to, const void* stage, uint32_t b
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// All groups but the newest kPending have read shared memory.
+// Waits until all groups but the newest kPending have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -91,9 +90,9 @@ __device__ __forceinline__ void wait_written() { asm volatile("cp.async.bulk.wai
 
 }  // namespace ptx
 
-// `count` tiles, by the first warps in turn: a warp's lanes work out the jobs of 32 tiles at once, its first lane moves
-// them. A job comes in two steps, 32 tiles apart: find(i) reads what it needs of memory, a page's id, which is there
-// when job_of(found) asks for it. Returns when all is written.
+// Copies `tiles` tiles. The first warps take tiles in turn; the lanes of a warp prepare the jobs of 32 tiles at once,
+// and its first lane starts the copies. A job is made in two steps, 32 tiles apart, to hide the latency of memory:
+// find(i) reads the id of a page, job_of(found) uses it. Returns after all writes are done.
 template <class Find, class JobOf>
 __device__ __forceinline__ void copy_bulk(Pipe (&pipes)[kPipes], unsigned char* stages, int tiles, Find&& find,
                                           JobOf&& job_of) {
@@ -111,14 +110,14 @@ __device__ __forceinline__ void copy_bulk(Pipe (&pipes)[kPipes], unsigned char* 
   uint32_t parity = 0;
   for (int i = 0; i < count + kAhead; ++i) {
     if (i % kWarp == 0 && i < count) {
-      __syncwarp();  // the first lane is here: it needs no job older than kAhead tiles
+      __syncwarp();  // the first lane has arrived: it needs no job older than kAhead tiles
       if (i + lane < count) pipe.jobs[(i + lane) % kJobs] = job_of(found);
       if (i + kWarp + lane < count) found = find((i + kWarp + lane) * kPipes + warp);
       __syncwarp();
     }
     if (lane != 0) continue;
     if (i < count) {
-      // The stage's last tile was kStages ago, and out to tile i - kAhead - 1 copies are committed.
+      // The stage was last used kStages tiles ago, and copies up to tile i - kAhead - 1 are committed.
       ptx::wait_read<kStages - kAhead - 1>();
       const Job& job = pipe.jobs[i % kJobs];
       ptx::expect(&pipe.full[in], job.bytes);
@@ -138,7 +137,7 @@ __device__ __forceinline__ void copy_bulk(Pipe (&pipes)[kPipes], unsigned char* 
   __syncwarp();
 }
 
-// ---- by the other warps: `thread` of kHandThreads ----
+// ---- for the other warps: `thread` of kHandThreads ----
 
 template <class Word>
 __device__ __forceinline__ int64_t copy_words(unsigned char* to, const unsigned char* from, int64_t bytes, int thread) {
@@ -149,7 +148,7 @@ __device__ __forceinline__ int64_t copy_words(unsigned char* to, const unsigned 
   return words * int64_t(sizeof(Word));
 }
 
-// Any addresses and bytes.
+// For any addresses and sizes.
 __device__ __forceinline__ void copy_by_hand(unsigned char* to, const unsigned char* from, int64_t bytes, int thread) {
   const uintptr_t bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   int64_t done = 0;
@@ -165,7 +164,7 @@ __device__ __forceinline__ void copy_by_hand(unsigned char* to, const unsigned c
   for (int64_t i = done + thread; i < bytes; i += kHandThreads) to[i] = from[i];
 }
 
-// `byte` into all of them; `threads` threads together.
+// Writes `byte` to all bytes, with `threads` threads.
 __device__ __forceinline__ void fill(unsigned char* to, int64_t bytes, uint32_t byte, int thread, int threads) {
   const int64_t head = least(bytes, int64_t(-reinterpret_cast<intptr_t>(to) & 15));
   const int64_t vectors = (bytes - head) / 16, end = head + vectors * 16;

@@ -1,5 +1,5 @@
-// stash, CPU path (the specification): calls are done when they return, tile by tile, with the decisions of
-// stash_pages.h.
+// stash, CPU path (the specification): calls have finished when they return. stash_pages.h decides, this file copies
+// tile by tile.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +12,7 @@ namespace te::stash::cpu {
 
 namespace {
 
-constexpr int64_t kBatch = 16;  // tiles that a thread takes at once
+constexpr int64_t kBatch = 16;  // tiles in one unit of parallel work
 
 Tiles tiles_of(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages) {
   Tiles tiles;
@@ -21,7 +21,7 @@ Tiles tiles_of(const Pool& pool, const Table& table, const Layout& layout, int64
   return tiles;
 }
 
-// each(tile) for all tiles of the group
+// Calls each(tile) for all tiles of the group.
 template <class Each>
 void for_tiles(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages, Each&& each) {
   const Tiles tiles = tiles_of(pool, table, layout, device_pages);
@@ -43,23 +43,23 @@ void fill(void* data, int value, int64_t bytes) {
   if (bytes != 0) std::memset(data, value, size_t(bytes));
 }
 
-// All tiles are added up, wherever their bytes are read.
+// Sum over all tiles; at(tile) is the address of their bytes.
 template <class At>
 uint64_t checksum(const Pool& pool, const Table& table, const Layout& layout, At&& at) {
   const Tiles tiles = tiles_of(pool, table, layout, INT32_MAX);
   uint64_t sum = 0;
   for (int64_t i = 0; i < tiles.before[0][table.count]; ++i) {
     const Tile tile = tile_at(table, layout, pool.grid, tiles, 0, i);
-    sum += sum_of(at(tile), tile.bytes, layout.starts[tile.member] + tile.in_member, 0, 1);
+    sum += checksum_of(at(tile), tile.bytes, layout.starts[tile.member] + tile.in_member, 0, 1);
   }
   return sum;
 }
 
 void check_pages(const Pool& pool, const Table& table, const Layout& layout, const Entry& entry) {
   const auto in_page = [&](const Tile& tile) { return page_of(pool, entry, tile.page) + tile.in_page; };
-  uint32_t flags = canaries_hold(pool, entry, 0, 1) ? 0 : TE_STASH_CANARY;
+  uint32_t flags = canaries_intact(pool, entry, 0, 1) ? 0 : TE_STASH_CANARY;
   if (checksum(pool, table, layout, in_page) != entry.head.checksum) flags |= TE_STASH_CHANGED;
-  raise(pool, flags, entry.head.number);
+  raise_flags(pool, flags, entry.head.number);
 }
 
 void poison(const Pool& pool, const Entry& entry, int64_t first, int64_t count) {
@@ -67,51 +67,51 @@ void poison(const Pool& pool, const Entry& entry, int64_t first, int64_t count) 
   for (int64_t i = first; i < first + count; ++i) fill(page_of(pool, entry, i), 0xff, pool.grid.page_bytes);
 }
 
-void give_back(const Pool& pool, const Give& give, Entry& entry, int64_t load) {
+void free_pages(const Pool& pool, const PageFree& freed, Entry& entry, int64_t load) {
   const int64_t device = entry.head.pages - entry.head.host_pages;
-  poison(pool, entry, 0, give.device_pages);
-  poison(pool, entry, device, give.host_pages);
-  write_ids(pool, give, entry, 0, 1);
-  finish_give(pool, give, load);
+  poison(pool, entry, 0, freed.device_pages);
+  poison(pool, entry, device, freed.host_pages);
+  return_ids(pool, freed, entry, 0, 1);
+  finish_free(pool, freed, load);
 }
 
 }  // namespace
 
 void start_step(const Pool& pool, bool first) {
-  first_ids(pool, 0, 1);
+  init_ids(pool, 0, 1);
   stash::start_step(pool, first);
-  if (pool.debug != 0 && mend_canaries(pool, first, 0, 1)) raise(pool, TE_STASH_CANARY, -1);
+  if (pool.debug != 0 && restore_canaries(pool, first, 0, 1)) raise_flags(pool, TE_STASH_CANARY, -1);
 }
 
 void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads) {
   Layout layout;
   uint32_t flags = 0;
   for (int m = 0; m < table.count; ++m) {
-    layout.counts[m] = alive(read_counter(table.members[m]), table.members[m], flags);
+    layout.counts[m] = live_units(read_counter(table.members[m]), table.members[m], flags);
   }
-  place(table, layout);
-  const Room room = Room::of(pool, entry, loads);
-  const Take take = plan_store(pool, room, layout.starts[table.count], flags);
-  if (take.state == TE_STASH_STATE_LOST && pool.trap != 0) {
-    std::fprintf(stderr, TE_STASH_NO_ROOM, static_cast<long long>(number), static_cast<long long>(take.pages));
+  set_starts(table, layout);
+  const FreeSpace space = FreeSpace::of(pool, entry, loads);
+  const PageAlloc alloc = plan_store(pool, space, layout.starts[table.count], flags);
+  if (alloc.state == TE_STASH_STATE_LOST && pool.trap != 0) {
+    std::fprintf(stderr, TE_STASH_NO_SPACE, static_cast<long long>(number), static_cast<long long>(alloc.pages));
     std::abort();
   }
-  if (take.state == TE_STASH_STATE_STORED) {
-    for_tiles(pool, table, layout, take.device_pages, [&](const Tile& tile) {
-      unsigned char* page = pool.page(tile.page >= take.device_pages, taken(pool, take, tile.page));
+  if (alloc.state == TE_STASH_STATE_STORED) {
+    for_tiles(pool, table, layout, alloc.device_pages, [&](const Tile& tile) {
+      unsigned char* page = pool.page(tile.page >= alloc.device_pages, page_id(pool, alloc, tile.page));
       std::memcpy(page + tile.in_page, member_at(table, tile), size_t(tile.bytes));
     });
-    write_map(pool, take, entry, 0, 1);
+    write_map(pool, alloc, entry, 0, 1);
   }
-  finish_store(pool, room, Before::of(pool, loads), take, table, layout, number, entry);
-  if (pool.debug == 0 || take.state != TE_STASH_STATE_STORED) return;
+  finish_store(pool, space, Totals::of(pool, loads), alloc, table, layout, number, entry);
+  if (pool.debug == 0 || alloc.state != TE_STASH_STATE_STORED) return;
   entry.head.checksum = checksum(pool, table, layout, [&](const Tile& tile) { return member_at(table, tile); });
 }
 
 void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t load) {
   Layout layout;
   for (int m = 0; m < table.count; ++m) layout.counts[m] = entry.head.counts[m];
-  const int32_t state = plan_load(Held::of(pool, entry), table, layout);
+  const int32_t state = plan_load(StoredEntry::of(pool, entry), table, layout);
   if (state == TE_STASH_STATE_STORED) {
     if (pool.debug != 0) check_pages(pool, table, layout, entry);
     for_tiles(pool, table, layout, entry.head.pages - entry.head.host_pages, [&](const Tile& tile) {
@@ -125,28 +125,28 @@ void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t
     if (state != TE_STASH_STATE_STORED) fill(data, 0xff, live);
     fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
   }
-  const Give give = keep ? Give::nothing(pool, load) : plan_give(pool, entry, load);
-  raise(pool, give.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
-  give_back(pool, give, entry, load);
+  const PageFree freed = keep ? PageFree::nothing(pool, load) : plan_free(pool, entry, load);
+  raise_flags(pool, freed.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);
+  free_pages(pool, freed, entry, load);
   if (!keep) entry.head.state = TE_STASH_STATE_EMPTY;
 }
 
 void drop(const Pool& pool, Entry& entry, int64_t load) {
-  const Give give = plan_give(pool, entry, load);
-  raise(pool, give.flags, entry.head.number);
-  give_back(pool, give, entry, load);
+  const PageFree freed = plan_free(pool, entry, load);
+  raise_flags(pool, freed.flags, entry.head.number);
+  free_pages(pool, freed, entry, load);
   entry.head.state = TE_STASH_STATE_EMPTY;
 }
 
 void evict(const Pool& pool, Entry& entry, int64_t low_water, int64_t load) {
-  const Move move = plan_evict(pool, entry, low_water, load);
-  for (int64_t i = 0; i < move.to.host_pages; ++i) {
+  const Eviction eviction = plan_evict(pool, entry, low_water, load);
+  for (int64_t i = 0; i < eviction.to.host_pages; ++i) {
     const int64_t bytes = least(pool.grid.page_bytes, entry.head.stream_bytes - i * pool.grid.page_bytes);
-    std::memcpy(pool.page(true, taken(pool, move.to, i)), page_of(pool, entry, i), size_t(bytes));
+    std::memcpy(pool.page(true, page_id(pool, eviction.to, i)), page_of(pool, entry, i), size_t(bytes));
   }
-  poison(pool, entry, 0, move.give.device_pages);
-  write_move(pool, move, entry, 0, 1);
-  finish_evict(pool, move, load, entry);
+  poison(pool, entry, 0, eviction.freed.device_pages);
+  write_eviction(pool, eviction, entry, 0, 1);
+  finish_evict(pool, eviction, load, entry);
 }
 
 void post(const Pool& pool, te_stash_report& mailbox) {

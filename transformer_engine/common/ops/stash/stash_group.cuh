@@ -1,4 +1,4 @@
-// What a block of a launch knows: its group, its share of the tiles, whether it is the last. For stash.cu alone.
+// The state of a block: its group, its part of the tiles, and whether it is the last block. Used by stash.cu alone.
 #pragma once
 
 #include "ops/stash/stash_copy.cuh"
@@ -7,25 +7,25 @@ namespace te::stash::cuda {
 
 namespace {
 
-constexpr int kIds = 256;  // pages of a group whose ids a load reads while it reads counts
+constexpr int kIds = 256;  // page ids that a load reads together with the counts
 
-// What a block knows of its group, in shared memory.
+// A group in shared memory.
 struct Group {
   int32_t ids[kIds];  // of its first device pages
   Layout layout;
   Tiles tiles;
   int32_t state;
   int64_t device_pages;  // of the group
-  Room room;
-  Take take;
-  Give give;
+  FreeSpace space;
+  PageAlloc alloc;
+  PageFree freed;
   Pipe pipes[kPipes];
 };
 
-// Blocks of one tier and this one's place among them.
+// The blocks of one tier, and the position of this block among them.
 struct Share {
   int tier, first, step;
-  bool fills;  // the tails are the device tier's work where there is one
+  bool fills;  // writes tails: the device tier's blocks where there are any
 
   __device__ explicit Share(int device_blocks) {
     const int block = int(blockIdx.x);
@@ -37,7 +37,7 @@ struct Share {
   __device__ int count(int64_t tiles) const { return tiles > first ? int((tiles - first + step - 1) / step) : 0; }
 };
 
-// True in the block that is the last to come here, whose threads then see each other; the entry's word is 0 again.
+// True in the last block that calls it, which then sees the writes of all others. Sets the entry's word back to 0.
 __device__ bool is_last(Entry* entry) {
   __shared__ bool last;
   __syncthreads();
@@ -51,7 +51,7 @@ __device__ bool is_last(Entry* entry) {
   return last;
 }
 
-// Tiles of a group whose counts and starts are known; by the first warp.
+// Computes the tiles from counts and starts. Called by the first warp.
 __device__ void cut(const Pool& pool, const Table& table, Group& group) {
   const int lane = int(threadIdx.x);
   if (lane < table.count) cut_member(table, group.layout, pool.grid, group.device_pages, lane, group.tiles);
@@ -59,7 +59,7 @@ __device__ void cut(const Pool& pool, const Table& table, Group& group) {
   if (lane == 0) sum_tiles(table.count, group.tiles);
 }
 
-// By the warps behind the first one: the ids of the first of `pages` pages.
+// Reads the ids of the first pages. Called by the warps after the first one.
 template <class IdAt>
 __device__ __forceinline__ void read_ids(Group& group, int64_t pages, IdAt&& id_at) {
   for (int64_t i = int64_t(threadIdx.x) - kWarp; i < least(pages, kIds); i += blockDim.x - kWarp) {
@@ -67,17 +67,17 @@ __device__ __forceinline__ void read_ids(Group& group, int64_t pages, IdAt&& id_
   }
 }
 
-// What a load finds; by all threads. All that the first warp asks of memory it asks at once.
+// Finds the group of a load. Called by all threads. The first warp starts all its reads before it uses one.
 __device__ void find_group(const Pool& pool, const Table& table, const Entry* entry, Group& group) {
   const int lane = int(threadIdx.x);
   if (lane < kWarp) {
     const int64_t count = lane < table.count ? entry->head.counts[lane] : 0;
-    const Held held = Held::of(pool, *entry);
+    const StoredEntry stored = StoredEntry::of(pool, *entry);
     if (lane < table.count) group.layout.counts[lane] = count;
     __syncwarp();
     if (lane == 0) {
-      group.state = plan_load(held, table, group.layout);
-      group.device_pages = held.pages - held.host_pages;
+      group.state = plan_load(stored, table, group.layout);
+      group.device_pages = stored.pages - stored.host_pages;
     }
     __syncwarp();
     if (group.state == TE_STASH_STATE_STORED) cut(pool, table, group);

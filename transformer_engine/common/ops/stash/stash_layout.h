@@ -1,6 +1,5 @@
-// Where live parts lie: the stream of a group, the cells that pages are cut into, and the tiles of members in them.
-// Pure arithmetic on numbers of units, for the CPU's loops and CUDA's threads alike; which page is meant is
-// stash_pages.h's.
+// The layout of live parts: the stream of a group, the cells of its pages, and the tiles of members in them. Pure
+// arithmetic on numbers of units, for the CPU and CUDA. stash_pages.h allocates the pages.
 #pragma once
 
 #include "core/dtype.h"
@@ -9,7 +8,7 @@
 namespace te::stash {
 
 constexpr int kMembers = TE_STASH_MOST_MEMBERS;
-constexpr int64_t kTile = 16384;  // bytes of one copy; a page's last tile may be shorter
+constexpr int64_t kTile = 16384;  // bytes of one copy; the last tile of a page may be shorter
 
 TE_HOST_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 TE_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -17,7 +16,7 @@ TE_HOST_DEVICE int64_t aligned(int64_t bytes) {
   return (bytes + TE_STASH_ALIGNMENT - 1) & -int64_t(TE_STASH_ALIGNMENT);
 }
 
-// What a call was given, as a kernel takes it: a table in its argument.
+// The members of a call, as a kernel argument.
 struct Table {
   te_stash_member members[kMembers];
   int32_t count;
@@ -29,21 +28,21 @@ TE_HOST_DEVICE int64_t read_counter(const te_stash_member& member) {
   return *static_cast<const int64_t*>(member.counter);
 }
 
-// Units that are alive of a counter's value, those behind them included.
-TE_HOST_DEVICE int64_t alive(int64_t value, const te_stash_member& member, uint32_t& flags) {
+// Live units for a value of the counter, `behind` units included.
+TE_HOST_DEVICE int64_t live_units(int64_t value, const te_stash_member& member, uint32_t& flags) {
   if (value < 0) flags |= TE_STASH_NEGATIVE;
   if (value > member.most) flags |= TE_STASH_OVER_CAPACITY;
   return value <= 0 ? 0 : member.most - value < member.behind ? member.most : value + member.behind;
 }
 
-// The first unit behind the live ones that a load leaves alone.
+// The first unit behind the live ones that a load does not write.
 TE_HOST_DEVICE int64_t tail_end(const te_stash_member& member, int64_t count) {
   if (member.tail == TE_STASH_TAIL_ZERO) return member.most;
   if (member.tail == TE_STASH_TAIL_KEEP) return count;
   return least(member.most, ceil_div(count, member.tile_units) * member.tile_units);
 }
 
-// Live parts in the stream: where each begins, and behind the last one how long the stream is.
+// The live parts in the stream. starts[count] is the length of the stream.
 struct Layout {
   int64_t counts[kMembers];
   int64_t starts[kMembers + 1];
@@ -53,14 +52,14 @@ TE_HOST_DEVICE int64_t live_bytes(const Table& table, const Layout& layout, int 
   return layout.counts[m] * table.members[m].unit_bytes;
 }
 
-TE_HOST_DEVICE void place(const Table& table, Layout& layout) {
+TE_HOST_DEVICE void set_starts(const Table& table, Layout& layout) {
   layout.starts[0] = 0;
   for (int m = 0; m < table.count; ++m) layout.starts[m + 1] = layout.starts[m] + aligned(live_bytes(table, layout, m));
 }
 
-// Pages of a stream are cut into cells of kTile bytes, the last one of a page into what is left. Cells are counted in
-// 32 bits, of which 64 TiB are short; a GPU divides 64 bits in a hundred instructions, so that streams and pages below
-// 512 GiB, which are multiples of 128 bytes, are divided by these.
+// Pages are cut into cells of kTile bytes; the last cell of a page may be shorter. 32 bits count the cells of 64 TiB. A
+// GPU needs a hundred instructions to divide 64 bits, so that streams and pages below 512 GiB, which are multiples of
+// 128 bytes, are divided in units of 128 bytes.
 struct Grid {
   int64_t page_bytes;
   int64_t page_cells;
@@ -78,21 +77,21 @@ struct Grid {
   }
 };
 
-// A run of bytes of one member in one page: member's byte, page's byte.
+// Consecutive bytes of one member in one page: offset in the member, offset in the page.
 struct Tile {
   int member;
   int64_t page, in_member, in_page;
   int64_t bytes;
 };
 
-// The tiles of a group: each is what a member has of a cell. Those in device pages and those in host pages are counted
-// by themselves, member by member.
+// The tiles of a group: each is the part of a member in one cell. Tiles in device pages and tiles in host pages are
+// numbered separately, member by member.
 struct Tiles {
   int64_t first_cell[kMembers];
   int64_t before[2][kMembers + 1];  // tiles of members before this one: device, host
 };
 
-// Leaves the member's own numbers of tiles in `before`, which sum_tiles() then adds up.
+// Writes the numbers of tiles of member m to `before`; sum_tiles() adds them up.
 TE_HOST_DEVICE void cut_member(const Table& table, const Layout& layout, const Grid& grid, int64_t device_pages, int m,
                                Tiles& tiles) {
   const int64_t bytes = live_bytes(table, layout, m), start = layout.starts[m];
