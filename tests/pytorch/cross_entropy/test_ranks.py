@@ -84,7 +84,7 @@ def test_beside_a_column_parallel_linear():
 def test_refusals():
     results = on_ranks(workers.refusals, device="cpu")
     words = {
-        "uneven": ("ValueError", "call different things", "rank 0 brings Float [4, 33]", "rank 1 brings Float [4, 32]"),
+        "uneven": ("ValueError", "call different things", "rank 0 passes Float [4, 33]", "rank 1 passes Float [4, 32]"),
         "out of range": ("ValueError", "target", "64 in row 2", "0 to 63"),
         "destroyed": ("RuntimeError", "parallel_cross_entropy", "dist_process_group", "destroyed"),
     }

@@ -58,7 +58,7 @@ def operators(rank):
         return wrong
     dtype = (torch.float32, torch.int32)[rank]  # of equal size
     words = said(lambda: torch.ops.te.group_gather(torch.ones(2, dtype=dtype), name, 2))
-    return wrong + ([] if "rank 0 brings Float [2]" in words and "rank 1 brings Int [2]" in words else [words])
+    return wrong + ([] if "rank 0 passes Float [2]" in words and "rank 1 passes Int [2]" in words else [words])
 
 
 def switched(rank):

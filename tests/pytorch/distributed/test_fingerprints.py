@@ -23,13 +23,13 @@ def test_a_difference_is_heard_by_all(found, what):
     one, other = (rank[what] for rank in found["different"])
     assert one == other and one.startswith("ValueError: the ranks of the process group '"), (one, other)
     second = {
-        "sizes": "rank 1 brings Float [4, 9] to group_gather",
-        "dtype": "rank 1 brings Int [4, 8] to group_gather",
-        "op": "rank 1 brings Float [4, 8] to group_sum",
-        "how": "rank 1 brings Float [4, 8] to group_gather",
-        "raised": "rank 1 does not come: its call of group_gather was ended by an error, which is raised there",
+        "sizes": "rank 1 passes Float [4, 9] to group_gather",
+        "dtype": "rank 1 passes Int [4, 8] to group_gather",
+        "op": "rank 1 passes Float [4, 8] to group_sum",
+        "how": "rank 1 passes Float [4, 8] to group_gather",
+        "raised": "rank 1 does not join: its call of group_gather has raised an error there",
     }[what]
-    assert f"call different things: rank 0 brings Float [4, 8] to group_gather, {second}" in one, one
+    assert f"call different things: rank 0 passes Float [4, 8] to group_gather, {second}" in one, one
     assert "make a new group" in one
     for rank in found["different"]:
         assert rank[f"{what}, the next call"] == one
@@ -37,7 +37,7 @@ def test_a_difference_is_heard_by_all(found, what):
 
 def test_a_difference_behind_the_ring_is_heard(found):
     for words in found["long_ago"]:
-        assert words.startswith("ValueError: the ranks of the process group") and "behind a call that differed" in words
+        assert words.startswith("ValueError: the ranks of the process group") and "after a call that differed" in words
 
 
 def test_what_comes_behind_a_capture_is_let_be(found):

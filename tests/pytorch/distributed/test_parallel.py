@@ -93,7 +93,7 @@ def test_refusals_are_the_same_on_every_rank():
         ("ValueError", "Linear: argument 'inp' has 5 tokens", "2 ranks", "pad it"),
         ("ValueError", "Linear: argument 'inp' has shape [16]", "two dimensions"),
         ("ValueError", "Linear: argument 'inp' has last dimension 32, wanted 16"),
-        ("ValueError", "rank 0 brings Float [4, 32] to group_exchange, rank 1 brings Float [6, 32]", "equally many"),
+        ("ValueError", "rank 0 passes Float [4, 32] to group_exchange, rank 1 passes Float [6, 32]", "equally many"),
         ("ValueError", "Linear: argument 'tp_group' has 1 ranks", "divided by 2"),
         ("RuntimeError", "process group", "destroyed", "set_tensor_parallel_group()"),
     ]

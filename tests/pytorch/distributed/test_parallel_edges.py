@@ -19,12 +19,12 @@ def test_ranks_that_disagree_hear_of_it(found):
         assert words.startswith("ValueError: the ranks of the process group") and works, (what, words)
     backward = one[-1][1]
     assert (
-        "rank 0 brings Float [128, 32] to group_gather_again, rank 1 brings Float [128, 32] to group_gather;"
+        "rank 0 passes Float [128, 32] to group_gather_again, rank 1 passes Float [128, 32] to group_gather;"
         in backward
     )
     for function, module in ((gather, its_gather), (grads, its_grads)):  # in the words of where each of them is
         assert function[1].startswith(f"ValueError: {function[0]}: ") and function[2] and module[2], function
-        assert f" to {function[0]}, rank 1 brings Float [128, 32] to group_gather;" in module[1]
+        assert f" to {function[0]}, rank 1 passes Float [128, 32] to group_gather;" in module[1]
 
 
 @pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks hear of it later: test_fingerprints.py")
@@ -36,8 +36,8 @@ def test_an_error_on_one_rank_is_heard_by_all(found):
         assert works == its_works == "nothing", (what, works, its_works)
         op = ops.get(what, "linear")
         assert heard.startswith("ValueError: ") and " rank 1 of the process group '" in heard, (what, heard)
-        assert f"does not come: its call of {op} was ended by an error" in heard, (what, heard)
-        assert "Error: " in raised and "does not come" not in raised, (what, raised)
+        assert f"does not join: its call of {op} has raised an error" in heard, (what, heard)
+        assert "Error: " in raised and "does not join" not in raised, (what, raised)
 
 
 def test_a_module_goes_by_its_group(found):

@@ -24,7 +24,7 @@ foreach(group IN ITEMS
     "ops/optimizer;ops/optimizer_adam;ops/optimizer_step;core/parameters"
     "wgrad/main_grad;wgrad/main_grad_module;wgrad/grad_accumulator;wgrad/wgrad_task;gemm/product"
     "autograd/accumulators;autograd/backward_watch;core/random_state;core/threads;core/own_storage;core/probe"
-    "ops/comm;distributed/group;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/comm_buffer_pool"
+    "ops/comm;distributed/group;distributed/collective_call;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/comm_buffer_pool"
     "distributed/peer;core/run_streams;layer/tp_comm_peer;layer/tp_comm_group"
     "ops/offload;module;core/common"
     "layer/forward;layer/backward;layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_norm;layer/prologue_activation")

@@ -90,7 +90,7 @@ def every_rank_says(op: str, details: str, dtype: torch.dtype, sizes: list[int],
     """The arguments of each rank of the group; empty if the group has no gloo for the CPU."""
     if _backends(group).get("cpu") != "gloo":
         return []
-    return [Said(*told) for told in _C.every_rank_says(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)]
+    return [Said(*told) for told in _C.gather_calls(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)]
 
 
 def post_fingerprint(

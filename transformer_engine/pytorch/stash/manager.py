@@ -109,8 +109,7 @@ class PagedStash(_C.StashCore):
         tail: str = "zero",
     ) -> _C.StashHandle:
         """Stashes the live rows of tensors: the first counts * unit_rows of each first dimension. counts: one integer
-        on the device for all tensors, or one each. Holds no reference to the tensors; the current stream waits until
-        they can be freed.
+        on the device for all, or one each. The tensors are not held; the current stream waits until they may be freed.
         Shapes: any with a first dimension; contiguous, up to 16 of them. Dtypes: any.
         Errors: TypeError, ValueError naming the argument; RuntimeError inside of a backward.
         """
@@ -137,9 +136,8 @@ class PagedStash(_C.StashCore):
     # ---- schedulers ----
 
     def pre_schedule(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x. Call it before the layers of a group. Its forward waits for the copy of the group before and frees
-        that group's originals. Its backward, which runs after the layers', starts to load the next group where a
-        backward is next."""
+        """Returns x. Call it before the layers of a group. Its forward waits for the copy of the last group and frees
+        its originals. Its backward, after the layers', starts to load the next group where a backward is next."""
         return _C.stash_pre(self, x)
 
     def post_schedule(self, y: torch.Tensor) -> torch.Tensor:
@@ -271,8 +269,7 @@ class PagedStash(_C.StashCore):
         return Plan.of(*self._plan_inputs(), worst=worst)
 
     def plot(self, path: str) -> None:
-        """Pages in flight over the entries of the last recorded step: a picture, or a table where the path ends with
-        .csv."""
+        """Draws the pages in flight over the last recorded step; a path that ends with .csv gets a table."""
         self._check_open("plot")
         Plan.of(*self._plan_inputs()).plot(path)
 

@@ -1,4 +1,4 @@
-// See fingerprint_ring.h. A record is read as a seqlock is: its number before and behind it.
+// See fingerprint_ring.h. A record is a seqlock: a reader reads its number before and after the data.
 #include "distributed/fingerprint_ring.h"
 
 #include <fcntl.h>
@@ -19,10 +19,10 @@ constexpr uint64_t kMagic = 0x74656669'6e676572;  // "tefinger"
 
 struct Record {
   std::atomic<uint64_t> number, all;
-  std::array<std::atomic<int64_t>, kSaidNumbers> said;
+  std::array<std::atomic<int64_t>, kCallNumbers> call;
 };
 
-uint64_t mixed(uint64_t hash, uint64_t value) {
+uint64_t mix(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15;
   return hash ^ (hash >> 29);
 }
@@ -58,7 +58,7 @@ std::unique_ptr<FingerprintRing> FingerprintRing::make() {
     const int error = errno;
     if (descriptor >= 0) close(descriptor);
     TORCH_CHECK(false, "no ", sizeof(RingMemory),
-                " bytes of memory that the ranks share, to compare what they do: ", std::strerror(error));
+                " bytes of shared memory to compare the calls of the ranks: ", std::strerror(error));
   }
   memory->cookie.store(random_cookie());
   memory->magic.store(kMagic);
@@ -66,9 +66,9 @@ std::unique_ptr<FingerprintRing> FingerprintRing::make() {
 }
 
 std::unique_ptr<FingerprintRing> FingerprintRing::open(const std::string& address) {
-  std::istringstream words(address);
+  std::istringstream fields(address);
   uint64_t pid = 0, number = 0, cookie = 0;
-  if (!(words >> pid >> number >> cookie)) return nullptr;
+  if (!(fields >> pid >> number >> cookie)) return nullptr;
   std::ostringstream path;
   path << "/proc/" << pid << "/fd/" << number;
   const int descriptor = ::open(path.str().c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -88,19 +88,19 @@ FingerprintRing::~FingerprintRing() {
 }
 
 std::string FingerprintRing::address() const {
-  std::ostringstream words;
-  words << getpid() << ' ' << descriptor_ << ' ' << memory_->cookie.load();
-  return words.str();
+  std::ostringstream fields;
+  fields << getpid() << ' ' << descriptor_ << ' ' << memory_->cookie.load();
+  return fields.str();
 }
 
-void FingerprintRing::post(const SaidNumbers& said) {
-  for (const int64_t number : said) all_ = mixed(all_, uint64_t(number));
+void FingerprintRing::post(const CallNumbers& call) {
+  for (const int64_t number : call) all_ = mix(all_, uint64_t(number));
   const uint64_t number = memory_->posted.load(std::memory_order_relaxed) + 1;
   Record& record = memory_->records[number % kRecords];
   record.number.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   record.all.store(all_, std::memory_order_relaxed);
-  for (size_t i = 0; i < said.size(); ++i) record.said[i].store(said[i], std::memory_order_relaxed);
+  for (size_t i = 0; i < call.size(); ++i) record.call[i].store(call[i], std::memory_order_relaxed);
   record.number.store(number, std::memory_order_release);
   memory_->posted.store(number, std::memory_order_release);
 }
@@ -111,7 +111,7 @@ bool FingerprintRing::read(uint64_t number, Fingerprint& found) const {
   const Record& record = memory_->records[number % kRecords];
   if (record.number.load(std::memory_order_acquire) != number) return false;
   found.all = record.all.load(std::memory_order_relaxed);
-  for (size_t i = 0; i < found.said.size(); ++i) found.said[i] = record.said[i].load(std::memory_order_relaxed);
+  for (size_t i = 0; i < found.call.size(); ++i) found.call[i] = record.call[i].load(std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_acquire);
   return record.number.load(std::memory_order_relaxed) == number;
 }

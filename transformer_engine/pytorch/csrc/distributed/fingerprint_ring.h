@@ -1,5 +1,5 @@
-// The memory in which a rank says what it does (fingerprints.h): one writer, and readers in other processes that never
-// hold it up. Memory without a name, found by the other ranks of the same machine as /proc/<pid>/fd/<number>.
+// Shared memory for a rank's fingerprints (fingerprints.h): one writer, and readers in other processes that never block
+// it. It has no name; other ranks of the same machine open it as /proc/<pid>/fd/<number>.
 #pragma once
 
 #include <array>
@@ -8,39 +8,40 @@
 #include <memory>
 #include <string>
 
-#include "distributed/agreement.h"
+#include "distributed/collective_call.h"
 
 namespace te_torch {
 
 struct Fingerprint {
-  uint64_t all = 0;  // a hash of this one and of all before it
-  SaidNumbers said{};
+  uint64_t all = 0;  // a hash of this call and all before it
+  CallNumbers call{};
 };
 
 struct RingMemory;
 
 class FingerprintRing {
  public:
-  static constexpr uint64_t kRecords = 1024;  // the newest; an older one is known by `all` alone
+  static constexpr uint64_t kRecords = 1024;  // the newest ones; the hash `all` covers older ones
 
-  // This rank's own. RuntimeError where the machine has no memory for it.
+  // This rank's ring. RuntimeError where the machine has no memory for it.
   static std::unique_ptr<FingerprintRing> make();
-  // Another rank's, by what its address() says; null where that is another machine's, or not there any more.
+  // Another rank's ring, by its address(); null where it is on another machine or gone.
   static std::unique_ptr<FingerprintRing> open(const std::string& address);
   ~FingerprintRing();
   FingerprintRing(const FingerprintRing&) = delete;
   FingerprintRing& operator=(const FingerprintRing&) = delete;
 
-  // For the other ranks: "pid descriptor cookie". The cookie tells this ring from any other.
+  // For the other ranks: "pid descriptor cookie". The cookie is unique to this ring.
   std::string address() const;
 
-  // By one thread at a time.
-  void post(const SaidNumbers& said);
+  // Called by one thread at a time.
+  void post(const CallNumbers& call);
   uint64_t posted() const;
-  // Whether record `number`, from 1, is still there.
+  // Reads record `number`, from 1; false where it was overwritten.
   bool read(uint64_t number, Fingerprint& found) const;
 
-  // Which rings this rank compares: a hash of their cookies, the same on all ranks that have met each other; 0 before.
+  // A hash of the cookies of all rings of the group, 0 until this rank has found them. Equal on all ranks that compare
+  // each other.
   void set_met(uint64_t met);
   uint64_t met() const;
 

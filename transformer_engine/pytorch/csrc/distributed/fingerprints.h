@@ -1,31 +1,30 @@
-// What the ranks of a group over NCCL do, compared while they do it. A question before each collective, as gloo's ranks
-// ask it (agreement.h), takes longer than many a collective there. So a rank writes a fingerprint of each into a ring
-// that the ranks of one machine share, and goes on; a thread compares the rings, and where two differ it aborts the
-// group's communicators, which ends what the ranks wait for. Nothing waits here.
+// Compares the ranks' calls of collectives over NCCL while they run. A comparison before each collective (agreement.h)
+// would take longer than many collectives. A rank writes a fingerprint of each call into a ring in memory that the
+// ranks of one machine share. A thread compares the rings; where two differ, it aborts the group's communicators, so
+// that no rank waits for ever. No function here waits.
 #pragma once
 
 #include <memory>
 #include <shared_mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "distributed/agreement.h"
+#include "distributed/collective_call.h"
 
 namespace te_torch {
 
-// Before the collective that `said` describes, of a group whose backend for `type` is NCCL, which the caller knows.
-// ValueError where the group's ranks were found to differ. Nothing where it has one rank.
-void post_fingerprint(c10d::ProcessGroup& group, c10::DeviceType type, const Said& said);
+// Records a call of a group whose backend for `type` is NCCL, before the collective. ValueError where the thread has
+// found a difference. Does nothing for a group of one rank.
+void post_fingerprint(c10d::ProcessGroup& group, c10::DeviceType type, const CollectiveCall& call);
 
-// From here on the ranks are not compared: one has a graph with a collective of the group, of whose replays its ring
-// says nothing, and another may run the same call in eager mode.
+// Ends the comparison: this rank captures a collective of the group, and its replays write no fingerprints, while
+// another rank may run the same call in eager mode.
 void stop_comparing(c10d::ProcessGroup& group, c10::DeviceType type);
 
-// The same error where they were; for who has seen a collective of the group raise.
+// ValueError where the thread has found a difference. Called after a collective of the group has raised.
 void refuse_disagreement(c10d::ProcessGroup& group);
 
-// While a collective is handed to the group, behind its post: the same error where the ranks were found to differ, and
-// no communicator is aborted meanwhile. Torch would make a new one for a collective that comes behind an abort, and
-// wait.
+// Held while a collective is enqueued, after post_fingerprint(): the same ValueError, and no communicator is aborted
+// meanwhile. After an abort torch would make a new communicator for the collective, and wait.
 class EnqueueGuard {
  public:
   explicit EnqueueGuard(c10d::ProcessGroup& group);

@@ -180,8 +180,8 @@ std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& 
 template <class Mode>
 variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call) {
   const DispatchMode dispatch(Mode{});
-  const HeardByRanks heard(asking_group(dispatch, call.layers, call.x()), call.x(),
-                           call.layers.size() > 1 ? "layernorm_mlp" : "linear");
+  const RankErrorGuard guard(asking_group(dispatch, call.layers, call.x()), call.x(),
+                             call.layers.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.layers.size();
   const Tensor& x = call.x();

@@ -245,7 +245,7 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
-  const HeardByRanks heard(options.asking_group(), hidden, kFusedOp);
+  const RankErrorGuard guard(options.asking_group(), hidden, kFusedOp);
   check_arguments(hidden, weight, bias, target, options);
   check_memory(hidden, kFusedOp, "hidden");
   check_memory(weight, kFusedOp, "weight");
