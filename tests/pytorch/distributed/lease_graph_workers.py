@@ -59,18 +59,18 @@ def same(one, other):
 def whole_steps(rank):
     """A step in one graph: leases of the capture are no slots of the arena, and eager calls between the replays, whose
     released memory is NaN, leave the graph's alone."""
-    wrong, before = [], _C.poison_leases(True)
+    wrong, before = [], _C.poison_comm_buffers(True)
     for recompute, emptied in itertools.product((True, False), (True, False)):
         module, plain = Pairs(3, name(), recompute), Pairs(3, None)
         eager, x, dy = copy.deepcopy(module), drawn().requires_grad_(), drawn()
         if not emptied:
             step(eager, drawn(), drawn())
         else:
-            _C.let_go_of_leases()
+            _C.release_comm_buffers()
         graph, found = captured_step(module, x, dy, STEPS)
         results = list(found.values())
-        there = _C.lease_usage(name())
-        _C.let_go_of_leases()
+        there = _C.comm_buffer_usage(name())
+        _C.release_comm_buffers()
         for number in range(STEPS):
             with torch.no_grad():
                 x.copy_(drawn())
@@ -82,11 +82,11 @@ def whole_steps(rank):
             what = f"recompute {recompute}, emptied {emptied}, step {number}"
             wrong += [] if same(results, step(plain, x, dy)) else [f"{what}: the graph"]
             wrong += [] if same(found_eager, step(plain, *others)) else [f"{what}: eager between replays"]
-        used = _C.lease_usage(name())
+        used = _C.comm_buffer_usage(name())
         wrong += [f"{there}, {used}: still on lease"] if there[2] or used[2] else []
         wrong += [] if used[1] else ["eager calls had nothing on lease"]
         del graph, results, found
-    _C.poison_leases(before)
+    _C.poison_comm_buffers(before)
     return wrong
 
 
@@ -98,13 +98,13 @@ def captures_take_no_slot(rank):
         graph, _ = captured_step(module, x, dy, STEPS)
         del graph
         if emptied:
-            _C.let_go_of_leases()
-        before = _C.lease_usage(name())
+            _C.release_comm_buffers()
+        before = _C.comm_buffer_usage(name())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             module(x).backward(dy)
-        if _C.lease_usage(name()) != before:
-            wrong.append(f"emptied {emptied}: {before} before the capture, {_C.lease_usage(name())} behind it")
+        if _C.comm_buffer_usage(name()) != before:
+            wrong.append(f"emptied {emptied}: {before} before the capture, {_C.comm_buffer_usage(name())} behind it")
         graph.replay()
         torch.cuda.synchronize()
         del graph
@@ -113,7 +113,7 @@ def captures_take_no_slot(rank):
 
 def callables(rank):
     """te.make_graphed_callables, its replays beside eager calls."""
-    wrong, before = [], _C.poison_leases(True)
+    wrong, before = [], _C.poison_comm_buffers(True)
     for recompute in (True, False):
         module, plain = Pairs(2, name(), recompute), Pairs(2, None)
         eager = copy.deepcopy(module)
@@ -123,19 +123,19 @@ def callables(rank):
             replayed, between = step(module, x, dy), step(eager, *others)
             wrong += [] if same(replayed, step(plain, x, dy)) else [f"recompute {recompute}, step {number}: replay"]
             wrong += [] if same(between, step(plain, *others)) else [f"recompute {recompute}, step {number}: eager"]
-    _C.poison_leases(before)
+    _C.poison_comm_buffers(before)
     return wrong
 
 
 def two_streams(rank):
     """Each stream has slots of its own: steps on two of them at once have the bits of one behind the other."""
-    wrong, before = [], _C.poison_leases(True)
+    wrong, before = [], _C.poison_comm_buffers(True)
     modules = [Pairs(3, name(), recompute) for recompute in (True, True, False)]
     given = [[(drawn(), drawn()) for _ in range(STEPS)] for _ in modules]
     wanted = [[step(Pairs(3, None), *pair) for pair in pairs] for pairs in given]
-    _C.let_go_of_leases()
+    _C.release_comm_buffers()
     step(modules[0], *given[0][0])
-    alone = _C.lease_usage(name())
+    alone = _C.comm_buffer_usage(name())
     streams = [torch.cuda.Stream() for _ in modules]
     torch.cuda.synchronize()
     found = [[] for _ in modules]
@@ -146,11 +146,11 @@ def two_streams(rank):
     torch.cuda.synchronize()
     for i, (results, right) in enumerate(zip(found, wanted)):
         wrong += [f"stream {i}, step {n}" for n, (one, other) in enumerate(zip(results, right)) if not same(one, other)]
-    used = _C.lease_usage(name())
+    used = _C.comm_buffer_usage(name())
     if used[2] or used[1] < len(streams) * alone[1]:
         wrong.append(f"{alone} of one stream, {used} of {len(streams)} more")
-    _C.let_go_of_leases()
-    _C.poison_leases(before)
+    _C.release_comm_buffers()
+    _C.poison_comm_buffers(before)
     return wrong
 
 
@@ -159,7 +159,7 @@ def released_is_nan(rank):
     wrong, module, plain = [], Pairs(3, name()), Pairs(3, None)
     xs, dys = [drawn(), drawn()], [drawn(), drawn()]
     for poison in (True, False):
-        before, results = _C.poison_leases(poison), []
+        before, results = _C.poison_comm_buffers(poison), []
         for each in (module, plain):
             each.zero_grad(set_to_none=True)
             leaves = [x.clone().requires_grad_() for x in xs]
@@ -168,7 +168,7 @@ def released_is_nan(rank):
                 y.backward(dy)
             results.append([*(y.detach() for y in ys), *(x.grad for x in leaves), *(p.grad for p in each.parameters())])
         wrong += [] if same(*results) else [f"poison {poison}"]
-        _C.poison_leases(before)
+        _C.poison_comm_buffers(before)
     return wrong
 
 

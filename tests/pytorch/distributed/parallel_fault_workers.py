@@ -118,7 +118,7 @@ def nothing_outlives(rank):
         module = kind(2, recompute=recompute, delay_wgrad_compute=delay)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
             found = interleaved(module, drawn(rank, 2), RECIPES[recipe])
-        if any(_C.on_lease(t) for t in (*seen, *found)) or usage()[2]:
+        if any(_C.is_pooled(t) for t in (*seen, *found)) or usage()[2]:
             wrong.append(f"{kind.__name__} {recipe} {recompute} {delay}")
     return wrong
 

@@ -75,7 +75,7 @@ def same(one, other):
 def stacked(rank):
     """Three equal layers, two microbatches at work together: the bits of one at a time, and those of layers that keep
     what they gathered. Released memory is NaN."""
-    wrong, before = [], _C.poison_leases(True)
+    wrong, before = [], _C.poison_comm_buffers(True)
     for (kind, recipe), delay in itertools.product(
         itertools.product((pairs, mlps), ("none", "current", "block", "current, dequantized", "block, high_precision")),
         (False, True),
@@ -90,7 +90,7 @@ def stacked(rank):
             wrong.append(f"{kind.__name__} {recipe}: not the bits of one at a time")
         if not same(found, interleaved(kind(3, recompute=False, **options), xs, chosen)):
             wrong.append(f"{kind.__name__} {recipe} {delay}: not the bits of layers that keep")
-    _C.poison_leases(before)
+    _C.poison_comm_buffers(before)
     return wrong
 
 
@@ -103,7 +103,7 @@ def sizes(rank):
     found = {}
     for (name, kind), recipe in itertools.product((("pairs", pairs), ("mlps", mlps)), ("none", "current", "block")):
         for layers in (2, 16):
-            _C.let_go_of_leases()
+            _C.release_comm_buffers()
             interleaved(kind(layers), drawn(rank, 2), RECIPES[recipe])
             found.setdefault((name, recipe), []).append(tuple(usage()))
     te.destroy_ub()
@@ -130,11 +130,11 @@ def held(rank):
     module, recipe, wrong = pairs(3), CustomRecipe(keeping), []
     for poison in (False, True):
         Keeping.seen.clear()
-        before = _C.poison_leases(poison)
+        before = _C.poison_comm_buffers(poison)
         for x in drawn(rank, 3):
             interleaved(module, [x], recipe)
-        _C.poison_leases(before)
-        gathered = [(t, copy) for t, copy in Keeping.seen if _C.on_lease(t)]
+        _C.poison_comm_buffers(before)
+        gathered = [(t, copy) for t, copy in Keeping.seen if _C.is_pooled(t)]
         wrong += [] if gathered else [f"poison {poison}: nothing on lease was seen"]
         if not all(torch.equal(t, copy) for t, copy in gathered):
             wrong.append(f"poison {poison}: what is held was overwritten")
@@ -196,7 +196,7 @@ def peak(step):
     """The most bytes that the allocator had out at once in step(), beyond what was out before."""
     if here().type == "cuda":
         step()  # workspaces
-        _C.let_go_of_leases()
+        _C.release_comm_buffers()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
@@ -226,7 +226,7 @@ def peaks(rank):
                 while results:
                     results.pop().sum().backward()
 
-            _C.let_go_of_leases()
+            _C.release_comm_buffers()
             seen[recompute] = peak(step)
         whole = ranks * xs[0].nbytes
         found[layers] = (seen[False] - seen[True]) / (len(xs) * layers * (ranks - 1) / ranks * whole)

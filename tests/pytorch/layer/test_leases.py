@@ -18,10 +18,10 @@ LAYERS, MICROBATCHES = 3, 2
 
 @pytest.fixture(autouse=True)
 def filled_with_nan():
-    _C.let_go_of_leases()
-    before = _C.poison_leases(True)
+    _C.release_comm_buffers()
+    before = _C.poison_comm_buffers(True)
     yield
-    _C.poison_leases(before)
+    _C.poison_comm_buffers(before)
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def borrowed(mode):
 
 
 def leased():
-    return _C.lease_usage("tests")[2]
+    return _C.comm_buffer_usage("tests")[2]
 
 
 def stack(device):
@@ -63,7 +63,7 @@ def test_stacked_layers(device):
     for one, other in zip(again, plain, strict=True):
         for a, b in zip(one, other, strict=True):
             assert_same_bits(a, b)
-    assert leased() == 0 and _C.lease_usage("tests")[1] == 1
+    assert leased() == 0 and _C.comm_buffer_usage("tests")[1] == 1
     with borrowed("shared"):  # outputs right, weight gradients wrong, and not a word
         outputs, _, gradients = interleaved(module, xs)
     for a, b in zip(outputs, plain[0], strict=True):
@@ -84,11 +84,11 @@ def test_doors(mode, words, device):
     if mode == "stored":
         module.weight.main_grad = torch.zeros(32, 32, device=device)
     x = randn(8, 32, device=device)
-    with borrowed(mode), refused(RuntimeError, *words, "on lease", "clone()"):
+    with borrowed(mode), refused(RuntimeError, *words, "pooled", "clone()"):
         module(x.requires_grad_()).sum().backward()
     assert leased() == 0
     y = module(x)
-    assert y.isfinite().all() and not _C.on_lease(y)
+    assert y.isfinite().all() and not _C.is_pooled(y)
 
 
 def test_what_a_call_raises_gives_back(device):
@@ -112,18 +112,18 @@ def test_what_a_call_raises_gives_back(device):
 
 def test_a_slot_is_taken_once(device):
     assert not policy("borrowed").two_at_once(randn(8, 32, device=device))
-    assert _C.lease_usage("tests") == (2 * 8 * 32 * 4, 2, 0)
+    assert _C.comm_buffer_usage("tests") == (2 * 8 * 32 * 4, 2, 0)
 
 
 def test_memory_is_let_go(device):
     module, x = te.Linear(32, 32, device=device), randn(8, 32, device=device)
     with borrowed("again"):
         module(x)
-        assert _C.lease_usage("tests") == (8 * 32 * 4, 1, 0)
+        assert _C.comm_buffer_usage("tests") == (8 * 32 * 4, 1, 0)
         module(randn(4, 32, device=device))
-        assert _C.lease_usage("tests") == (8 * 32 * 4, 1, 0)  # large enough
+        assert _C.comm_buffer_usage("tests") == (8 * 32 * 4, 1, 0)  # large enough
         module(randn(16, 32, device=device))
-        assert _C.lease_usage("tests") == (16 * 32 * 4, 1, 0)
-        _C.let_go_of_leases()
-        assert _C.lease_usage("tests") == (0, 0, 0)
+        assert _C.comm_buffer_usage("tests") == (16 * 32 * 4, 1, 0)
+        _C.release_comm_buffers()
+        assert _C.comm_buffer_usage("tests") == (0, 0, 0)
         assert module(x).isfinite().all()

@@ -131,7 +131,7 @@ def test_a_loop_without_reset(scheduled, device):
 
         for _ in range(1024):
             once()
-        with pytest.warns(UserWarning, match="reset.. starts a step.*call reset.. before each step"):
+        with pytest.warns(UserWarning, match="Without reset.. the first step never ends.*call reset.. before each step"):
             once()
         for _ in range(10):
             once()

@@ -30,5 +30,5 @@ def comm_usage(group: dist.ProcessGroup | None = None) -> CommUsage:
 
 
 def usage_by_name(name: str) -> CommUsage:
-    each = [_C.lease_usage(name), *(channel.usage() for channel in channels_of(name))]
+    each = [_C.comm_buffer_usage(name), *(channel.usage() for channel in channels_of(name))]
     return CommUsage(*(sum(numbers) for numbers in zip(*each, strict=True)))

@@ -114,4 +114,4 @@ def destroy_ub() -> None:
     calls allocate it again."""
     global _reserved
     _reserved = None
-    _C.let_go_of_leases()
+    _C.release_comm_buffers()

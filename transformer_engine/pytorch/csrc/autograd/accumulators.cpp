@@ -1,5 +1,4 @@
-// See accumulators.h; and for Python: whose gradients the backward that runs is not asked for, and leaves that get new
-// nodes for a while.
+// See accumulators.h; for Python also contexts in which leaves get new accumulation nodes.
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -18,13 +17,13 @@ namespace impl = torch::autograd::impl;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
 
-// A node belongs to the stream on which it was made, and a backward that is captured would make that stream wait.
+// A node belongs to the stream that it was created on, and a captured backward would make that stream wait.
 class FreshAccumulators {
  public:
   explicit FreshAccumulators(std::vector<Tensor> leaves) : leaves_(std::move(leaves)) {}
 
   void enter() {
-    TORCH_CHECK(nodes_.empty(), "FreshAccumulators: entered twice, wanted once at a time.");
+    TORCH_CHECK(nodes_.empty(), "FreshAccumulators: entered twice; leave the context before it is entered again.");
     for (const auto& leaf : leaves_) {
       nodes_.push_back(impl::try_get_grad_accumulator(leaf));
       if (nodes_.back() != nullptr) impl::set_grad_accumulator(leaf, WeakNodePtr(NodePtr()));
@@ -43,15 +42,15 @@ class FreshAccumulators {
   std::vector<NodePtr> nodes_;
 };
 
-// Whether this node is a leaf's, and the engine would do nothing for it but call it.
+// Whether this is the node of a leaf, and the engine would do nothing but call it.
 bool is_plain_leaf(const NodePtr& node, const c10::Stream& stream) {
-  // Another graph, or one more edge of this one, that waits for it; DDP and others, who hold it for its hooks.
+  // Other users: another graph, another edge of this one, or DDP, which holds it for its hooks.
   if (node.use_count() != 1 || typeid(*node) != typeid(AccumulateGrad)) return false;
   return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
          node->tensor_post_acc_grad_hooks() == nullptr && node->input_metadata(0).stream() == stream;
 }
 
-// Whether the engine has nothing to check or to convert.
+// Whether the engine would have nothing to check or convert.
 bool fits(const Tensor& gradient, const torch::autograd::InputMetadata& wanted) {
   return gradient.layout() == at::kStrided && takes_dtype(wanted, gradient.scalar_type()) &&
          gradient.device() == wanted.device() && !wanted.is_tensor_subclass() && !wanted.is_nested_tensor() &&
@@ -63,16 +62,16 @@ struct Locked : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) { return node.*(&Locked::mutex_); }
 };
 
-// What a node does where its leaf has no gradient yet: .grad is the gradient itself, made for nobody else, where the
-// node would make an alias of it. Says whether it could be.
-bool becomes_grad(AccumulateGrad& node, Tensor& gradient) {
+// Makes the gradient the leaf's .grad if the leaf has none yet and nothing else holds the gradient; the node would make
+// an alias of it. Returns whether it did.
+bool set_as_grad(AccumulateGrad& node, Tensor& gradient) {
   const Tensor& leaf = node.variable;
   if (!leaf.requires_grad() || !leaf.is_leaf() || gradient.use_count() != 1 || gradient.requires_grad()) return false;
   if (gradient.is_inference() || !torch::autograd::utils::obeys_layout_contract(gradient, leaf)) return false;
   const std::lock_guard<std::mutex> lock(Locked::of(node));
   Tensor& grad = leaf.mutable_grad();
   if (grad.defined()) return false;
-  gradient.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(false);  // as of any .grad
+  gradient.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(false);  // as autograd does for a .grad
   grad = std::move(gradient);
   return true;
 }
@@ -84,7 +83,7 @@ bool asks_for_all() {
   return asked == nullptr || asked->empty();
 }
 
-void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& through) {
+void accumulate_in_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& leaf_nodes) {
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
   const bool all_asked = asked != nullptr && asked->empty() && !torch::autograd::get_current_graph_task_keep_graph();
   const auto node = torch::autograd::get_current_node();
@@ -93,24 +92,23 @@ void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& throu
   }
   const c10::Stream stream = node->input_metadata(0).stream();
   TORCH_INTERNAL_ASSERT(gradients.size() == node->num_outputs());
-  const bool watched = at::hasCallbacks();  // a profiler, which shows each node that runs
+  const bool profiled = at::hasCallbacks();  // a profiler shows each node that runs
   bool engine_has_one = false;
   for (size_t i = 0; i < gradients.size(); ++i) {
     torch::autograd::Edge& edge = node->next_edges()[i];
     if (!edge.is_valid() || !is_plain_leaf(edge.function, stream)) continue;
     if (gradients[i]->defined() && !fits(*gradients[i], edge.function->input_metadata(0))) continue;
     if (!std::exchange(engine_has_one, true)) continue;
-    through.push_back(std::move(edge.function));
+    leaf_nodes.push_back(std::move(edge.function));
     if (!gradients[i]->defined()) continue;
-    if (!watched && becomes_grad(static_cast<AccumulateGrad&>(*through.back()), *gradients[i])) continue;
+    if (!profiled && set_as_grad(static_cast<AccumulateGrad&>(*leaf_nodes.back()), *gradients[i])) continue;
     variable_list one(1);
-    one[0] = std::move(*gradients[i]);  // the only reference: it becomes .grad as it is
-    (*through.back())(std::move(one));
+    one[0] = std::move(*gradients[i]);  // the only reference, so that it becomes .grad without a copy
+    (*leaf_nodes.back())(std::move(one));
   }
 }
 
-// torch.autograd.grad(), backward(inputs=), as a node of C++ asks by needs_input_grad(): Python's flag of that name
-// knows the forward alone. Leaves by number; none outside of a backward, or in one that asks for all gradients.
+// The C++ counterpart is needs_input_grad(); Python's flag of that name is set in the forward alone.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
   std::vector<size_t> found;
   if (asks_for_all()) return found;
@@ -125,11 +123,11 @@ std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
 
 void register_accumulators(pybind11::module_& m) {
   m.def("unwanted", torch::wrap_pybind_function(unwanted), pybind11::arg("leaves"),
-        "Numbers of the leaves whose gradients the backward that runs is not asked for.");
+        "Indices of the leaves whose gradients the running backward does not compute.");
   pybind11::class_<FreshAccumulators>(
       m, "FreshAccumulators",
-      "Inside of the context what adds to .grad of the leaves is made anew, on the stream of whoever uses them first; "
-      "behind it they have again what they had, its hooks with it.")
+      "Inside of the context the leaves get new accumulation nodes, on the stream of their first use. After it they "
+      "have their old nodes with their hooks.")
       .def(pybind11::init<std::vector<Tensor>>(), pybind11::arg("leaves"))
       .def("__enter__", torch::wrap_pybind_function(&FreshAccumulators::enter))
       .def("__exit__", torch::wrap_pybind_function(&FreshAccumulators::exit));

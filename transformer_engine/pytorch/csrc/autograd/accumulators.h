@@ -1,5 +1,5 @@
-// The nodes that add to .grad of leaves: which of them the backward that runs is to reach, and a short way to them for
-// nodes with hundreds.
+// The nodes that add to .grad of leaves: which of them the running backward needs, and a fast path to them for nodes
+// with hundreds of leaves.
 #pragma once
 
 #include "core/common.h"
@@ -7,17 +7,17 @@
 
 namespace te_torch {
 
-// Numbers of the leaves whose gradients the backward that runs on this thread does not bring (torch.autograd.grad(),
-// backward(inputs=)); none outside of a backward, or in one that asks for all gradients.
+// Indices of the leaves whose gradients the running backward of this thread does not compute (torch.autograd.grad(),
+// backward(inputs=)). Empty outside of a backward, or in one for all gradients.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves);
-bool asks_for_all();  // that backward, or none: unwanted() has nothing of any
+bool asks_for_all();  // whether unwanted() is empty for any leaves
 
-// At the end of a node's backward, of the gradients of its edges: what belongs to leaves is added to .grad at once, by
-// the nodes that do so in any case, and the engine, which takes longer for each of them than they do, is told of no
-// gradient and no edge. So wherever nobody would mind: the graph is not kept, all gradients are asked for, a leaf has
-// no hooks, the same stream, and no user but this node, whose next_functions are gone behind it. One leaf is the
-// engine's, which waits for the streams of those that it knows. through: gets the nodes that are through, one that
-// throws as well; they have to live as long as the graph.
-void give_to_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& through);
+// Called at the end of a node's backward with the gradients of its edges: runs the AccumulateGrad nodes of leaves at
+// once and removes their edges, as autograd's engine takes longer for each node than the node itself.
+// - Only where the result is the same: the graph is not retained, all gradients are needed, and the leaf has no hooks,
+//   the same stream and no other user.
+// - One leaf is left to the engine, which waits at the end for the streams of the nodes that it ran.
+// - leaf_nodes gets the nodes that ran, also one that throws; they have to live as long as the graph.
+void accumulate_in_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& leaf_nodes);
 
 }  // namespace te_torch

@@ -1,6 +1,6 @@
-// The one autograd skeleton. A family (an op, or the layers of layer/) is data for it: a kName, a State, and forward
-// and backward written once for both routes. The skeleton does what every node must do the same way: run below autograd
-// and autocast, keep tensors only through a SaveContext (saved.h), and refuse a double backward by name.
+// The template of all autograd nodes. A family (an op, or the layers of layer/) has a kName, a State, and a forward and
+// backward for both dispatch modes. The template runs them below autograd and autocast, saves tensors through a
+// SaveContext (saved.h) and refuses a double backward.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,11 +19,11 @@ namespace te_torch {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Autograd's numbers of a forward's arguments. Each argument has a slot, a list of tensors one for each of them; a
-// gradient is returned for every slot. Edges are counted over those slots alone in which there is a tensor.
+// Autograd's numbers of a forward's arguments. Each argument has a slot, a list of tensors one for each tensor; a
+// gradient is returned for every slot. Slots with a tensor have an edge number.
 class Slots {
  public:
-  void add(const Tensor&) { first_.push_back(next_), push(true); }  // which torch numbers, there or not
+  void add(const Tensor&) { first_.push_back(next_), push(true); }  // torch numbers it even if it is undefined
   void add(const OptionalTensor& t) { first_.push_back(next_), push(t.has_value() && t->defined()); }
   void add(const at::TensorList& list) {
     first_.push_back(next_);
@@ -45,7 +45,7 @@ class Slots {
   int32_t next_ = 0, edge_ = 0;
 };
 
-// What a family's backward asks: which of the forward's tensors want a gradient now.
+// Which of the forward's tensors need a gradient in this backward.
 class Wanted {
  public:
   Wanted(const AutogradContext* ctx, const Slots& slots) : ctx_(ctx), slots_(slots) {}
@@ -64,22 +64,22 @@ template <class State>
 struct Held : torch::CustomClassHolder {
   State state;
   Slots slots;
-  NamedTensors::Labels labels;   // of the saved tensors
-  SavedLeaves leaves;            // those of them that autograd was not given
-  std::string module;            // that called, while somebody records
-  std::vector<NodePtr> through;  // leaves' that the engine was not told of
+  NamedTensors::Labels labels;      // of the saved tensors
+  SavedLeaves leaves;               // saved tensors that autograd does not hold
+  std::string module;               // the calling module, in a recording
+  std::vector<NodePtr> leaf_nodes;  // those that have run without the engine
 };
 
 // Family:
 //   static constexpr const char* kName;
-//   static constexpr bool kManyLeaves;         there or not: arguments may be hundreds of leaves
+//   static constexpr bool kManyLeaves;         optional: arguments may be hundreds of leaves
 //   struct State;                              plain values, no tensors
-//   template <class DispatchMode> static variable_list forward(State&, SaveContext&, const Args&...);
-//   template <class DispatchMode> static variable_list backward(const State&, const Wanted&, const NamedTensors& saved,
+//   template <class Mode> static variable_list forward(State&, SaveContext&, const Args&...);
+//   template <class Mode> static variable_list backward(const State&, const Wanted&, const NamedTensors& saved,
 //                                                        const variable_list& grads);   a gradient for each slot
 // Args: Tensor, OptionalTensor, at::TensorList and plain values, in any order; trailing slots may be left out.
-template <class Family, class DispatchMode>
-struct Node : torch::autograd::Function<Node<Family, DispatchMode>> {
+template <class Family, class Mode>
+struct Node : torch::autograd::Function<Node<Family, Mode>> {
   using Holder = Held<typename Family::State>;
 
   template <class... Args>
@@ -95,13 +95,13 @@ struct Node : torch::autograd::Function<Node<Family, DispatchMode>> {
     auto holder = c10::make_intrusive<Holder>();
     (holder->slots.add(args), ...);
     SaveContext save = SaveContext::of_graph(Family::kName);
-    variable_list outputs = Family::template forward<DispatchMode>(holder->state, save, args...);
+    variable_list outputs = Family::template forward<Mode>(holder->state, save, args...);
     for (const Tensor& output : outputs) refuse_pooled(output, Family::kName, "an output");
     if (probe::active()) holder->module = probe::label();
-    NamedTensors kept = save.take();
-    holder->labels = kept.labels();
-    if constexpr (kManyLeaves) holder->leaves.take(kept.tensors());
-    ctx->save_for_backward(std::move(kept.tensors()));
+    NamedTensors saved = save.take();
+    holder->labels = saved.labels();
+    if constexpr (kManyLeaves) holder->leaves.take(saved.tensors());
+    ctx->save_for_backward(std::move(saved.tensors()));
     ctx->saved_data["held"] = c10::IValue::make_capsule(std::move(holder));
     ctx->set_materialize_grads(false);
     return outputs;
@@ -116,33 +116,33 @@ struct Node : torch::autograd::Function<Node<Family, DispatchMode>> {
     const auto holder = ctx->saved_data.at("held").toCapsule();
     auto& held = static_cast<Holder&>(*holder);
     variable_list tensors = ctx->get_saved_variables();  // may run modules, which set the label
-    TORCH_CHECK(held.through.empty(), Family::kName,
-                ": a backward through this graph failed while it added gradients to .grad, and some of the graph is "
-                "gone; run forward again.");
+    TORCH_CHECK(held.leaf_nodes.empty(), Family::kName,
+                ": a backward through this graph failed while it added gradients to .grad, and a part of the graph "
+                "was freed; run forward again.");
     if constexpr (kManyLeaves) held.leaves.give(tensors);
     const NamedTensors saved(std::move(tensors), held.labels);
     const probe::Label label(held.module);
-    variable_list out = Family::template backward<DispatchMode>(held.state, Wanted(ctx, held.slots), saved, grads);
+    variable_list out = Family::template backward<Mode>(held.state, Wanted(ctx, held.slots), saved, grads);
     for (const Tensor& gradient : out) refuse_pooled(gradient, Family::kName, "a gradient");
     out.resize(held.slots.size());
     if constexpr (kManyLeaves) {
       held.leaves.end_with_graph();
-      give(held, out);
+      accumulate_leaves(held, out);
     }
     return out;
   }
 
  private:
   static constexpr bool kManyLeaves = requires { Family::kManyLeaves; }
-  &&std::is_same_v<DispatchMode, Direct>;
+  &&std::is_same_v<Mode, Direct>;
 
-  static void give(Holder& held, variable_list& out) {
-    std::vector<Tensor*> of_edges;
-    of_edges.reserve(out.size());
+  static void accumulate_leaves(Holder& held, variable_list& out) {
+    std::vector<Tensor*> gradients;
+    gradients.reserve(out.size());
     for (size_t slot = 0; slot < out.size(); ++slot) {
-      if (held.slots.edge(slot) >= 0) of_edges.push_back(&out[slot]);
+      if (held.slots.edge(slot) >= 0) gradients.push_back(&out[slot]);
     }
-    give_to_leaves(of_edges, held.through);
+    accumulate_in_leaves(gradients, held.leaf_nodes);
   }
 };
 

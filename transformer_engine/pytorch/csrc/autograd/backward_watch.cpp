@@ -1,5 +1,4 @@
-// Which backwards come by the modules of a region, and when they have ended: delayed scaling makes new scales then, in
-// Python. It counts and calls; it looks at no gradient.
+// Calls Python after a backward through the modules of a region has ended: delayed scaling updates its scales then.
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -16,15 +15,14 @@ namespace {
 
 using at::Tensor;
 
-// Every module is watched, as any of them may get no gradient, by a place of its own; place 0 is the first to run,
-// whose backward comes last. The place that a backward reaches first leads from then on: backwards that reach it, or
-// place 0, are waited for, those through others alone are not, so that microbatches of one region change its scales
-// once.
+// Every module has a number, as any of them may get no gradient; module 0 runs first, so that its backward runs last.
+// The module that the first backward reaches is the leader: only backwards that reach the leader or module 0 count, so
+// that the microbatches of one region update its scales once.
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
   explicit BackwardWatch(PyObject* ended) : ended_(held_object(ended)) {}
 
-  // For who says `reached` itself.
+  // For callers that report `reached` themselves.
   int64_t take() { return places_++; }
 
   void follow(const Tensor& output, std::optional<int64_t> place) {
@@ -32,13 +30,13 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
     output.register_hook([watch = shared_from_this(), at](const Tensor&) { watch->reached(at); });
   }
 
-  // Whether a backward runs on this thread. Around a recomputation's own backward, it is the outer one.
+  // Whether a backward runs on this thread: inside a recomputation's backward, the outer one.
   bool reached(int64_t place) {
     if (torch::autograd::get_current_graph_task_id() < 0) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (leader_ < 0) leader_ = place;
     if ((place != 0 && place != leader_) || !due_.expired()) return true;
-    // Held by the backward alone: one that fails takes it along.
+    // Held by the backward alone, so that a failed backward drops it.
     auto due = std::make_shared<std::shared_ptr<BackwardWatch>>(shared_from_this());
     due_ = due;
     torch::autograd::Engine::get_default_engine().queue_callback([due = std::move(due)] { (*due)->call_ended(); });

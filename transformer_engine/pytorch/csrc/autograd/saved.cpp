@@ -5,21 +5,21 @@
 #include <deque>
 #include <utility>
 
-#include "autograd/rows_behind.h"
+#include "autograd/trailing_rows.h"
 
 namespace te_torch {
 
 namespace {
 
 struct Announced {
-  const c10::TensorImpl* tensor;  // kept by the node whose announcement it is
-  LiveRows live;                  // no counter: the node knows of none
-  int64_t behind = 0;
+  const c10::TensorImpl* tensor;  // alive, as the announcing node saves it
+  LiveRows live;                  // the counter may be undefined
+  int64_t trailing = 0;
 };
 
-thread_local std::deque<Announced> announced;  // those that hooks add leave these where they are
+thread_local std::deque<Announced> announced;  // a deque: additions by hooks leave the entries in place
 thread_local std::optional<at::Tensor> live_tokens;
-thread_local int64_t rows_now_behind = 0;
+thread_local int64_t current_trailing_rows = 0;
 
 }  // namespace
 
@@ -27,12 +27,12 @@ void SaveContext::announce(const at::Tensor& t, const LiveRows& live) {
   announced.push_back({t.unsafeGetTensorImpl(), live, 0});
 }
 
-// A row is an index of the first dimension, which of three is not that of the tokens alone.
+// A row is an index of the first dimension, which is not the tokens' alone in a tensor of three dimensions.
 void SaveContext::announce_tokens(const at::Tensor& t) {
   const bool counted = live_tokens.has_value() && t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous() &&
                        t.device() == live_tokens->device();
-  if (!counted && rows_now_behind == 0) return;
-  announced.push_back({t.unsafeGetTensorImpl(), {counted ? *live_tokens : at::Tensor(), 1}, rows_now_behind});
+  if (!counted && current_trailing_rows == 0) return;
+  announced.push_back({t.unsafeGetTensorImpl(), {counted ? *live_tokens : at::Tensor(), 1}, current_trailing_rows});
 }
 
 std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter) {
@@ -51,14 +51,14 @@ const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
   return nullptr;
 }
 
-RowsBehind::RowsBehind(int64_t rows) : before_(std::exchange(rows_now_behind, rows)) {}
+TrailingRows::TrailingRows(int64_t rows) : before_(std::exchange(current_trailing_rows, rows)) {}
 
-RowsBehind::~RowsBehind() { rows_now_behind = before_; }
+TrailingRows::~TrailingRows() { current_trailing_rows = before_; }
 
-int64_t rows_behind(const at::Tensor& t) {
+int64_t trailing_rows(const at::Tensor& t) {
   int64_t rows = 0;
   for (const auto& entry : announced) {
-    if (entry.tensor == t.unsafeGetTensorImpl()) rows = std::max(rows, entry.behind);
+    if (entry.tensor == t.unsafeGetTensorImpl()) rows = std::max(rows, entry.trailing);
   }
   return rows;
 }

@@ -1,6 +1,6 @@
-// How a node saves tensors for its backward: each has a name, the text that te.memory_plan shows for it and, where only
-// the device knows how many of its rows are alive, that counter. A policy, which only tests replace, may have more
-// recomputed than the call's options ask.
+// Saving of tensors for a node's backward. Each has a name, a description for te.memory_plan and, where only the device
+// knows the number of its live rows, the counter of these. A policy, which only tests replace, may recompute more
+// tensors than the options of the call ask for.
 #pragma once
 
 #include <optional>
@@ -11,21 +11,21 @@
 
 namespace te_torch {
 
-// The rows of a kept tensor that are alive: the first counter * unit_rows of its first dimension. The counter, one
-// integer, lies on the tensor's device.
+// The live rows of a saved tensor: the first counter * unit_rows of its first dimension. The counter is one integer on
+// the tensor's device.
 struct LiveRows {
   at::Tensor counter;
   int64_t unit_rows = 1;
 };
 
-// Within a group whose live tokens are counted (Python's stash), every node on this thread announces that counter for
-// what it keeps a row of for each token. Sets it, and returns the one before.
+// Sets the counter of live tokens of this thread (a group of PagedStash) and returns the previous one. Nodes announce
+// it for the tensors that they save with a row for each token.
 std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter);
 
-// What becomes of a tensor that the backward reads and that can be recomputed from what is kept in any case.
+// For a tensor that the backward reads and that can be recomputed from other saved tensors.
 enum class SaveMode : uint8_t { kSave, kRecompute };
 
-// Decides that for every node; `asked` is what the call's options say. One that always recomputes is a test.
+// Decides the mode for every node; `requested` is the mode by the call's options.
 class TE_EXPORT SavedPolicy {
  public:
   SavedPolicy() = default;
@@ -33,35 +33,35 @@ class TE_EXPORT SavedPolicy {
   SavedPolicy(const SavedPolicy&) = delete;
   SavedPolicy& operator=(const SavedPolicy&) = delete;
 
-  virtual SaveMode decide(const SavedInfo& what, SaveMode asked) const { return asked; }
-  virtual void recomputed(const SavedInfo& what) const {}  // said by the backward that does it
+  virtual SaveMode decide(const SavedInfo& info, SaveMode requested) const { return requested; }
+  virtual void recomputed(const SavedInfo& info) const {}  // called by the backward that recomputes it
 };
 
-// A SaveContext without a graph keeps nothing; one that collects serves a backward that runs a forward again.
+// of_graph(): for a node. collecting(): for a backward that runs a forward again. of_none(): saves nothing.
 class TE_EXPORT SaveContext {
  public:
   static SaveContext of_graph(const char* op) { return SaveContext(op, true); }
   static SaveContext collecting() { return SaveContext(nullptr, true); }
   static SaveContext of_none() { return SaveContext(nullptr, false); }
 
-  // Whether a backward will take anything back: not in a call without gradients, whoever wants some.
+  // Whether a backward will read the saved tensors: not in a call without gradients.
   bool serves_a_graph() const { return op_ != nullptr; }
 
-  void keep(int name, const at::Tensor& t, const SavedInfo& what, uint8_t part = 0, const LiveRows* live = nullptr) {
+  void keep(int name, const at::Tensor& t, const SavedInfo& info, uint8_t part = 0, const LiveRows* live = nullptr) {
     if (!keeps_ || !t.defined()) return;
-    refuse_pooled(t, op_ != nullptr ? op_ : "recompute", what.name);
-    if (op_ != nullptr && probe::active()) probe::report(op_, what, t, true);
+    refuse_pooled(t, op_ != nullptr ? op_ : "recompute", info.name);
+    if (op_ != nullptr && probe::active()) probe::report(op_, info, t, true);
     if (op_ != nullptr && live != nullptr) announce(t, *live);
-    if (op_ != nullptr && live == nullptr && what.tokens) announce_tokens(t);
+    if (op_ != nullptr && live == nullptr && info.tokens) announce_tokens(t);
     kept_.add(name, t, part);
   }
-  void keep(int name, const std::optional<at::Tensor>& t, const SavedInfo& what) {
-    if (t.has_value()) keep(name, *t, what);
+  void keep(int name, const std::optional<at::Tensor>& t, const SavedInfo& info) {
+    if (t.has_value()) keep(name, *t, info);
   }
 
-  // What is not kept, because the backward recomputes it.
-  void recomputed(const at::Tensor& t, const SavedInfo& what) const {
-    if (op_ != nullptr && probe::active()) probe::report(op_, what, t, false);
+  // Reports a tensor that is not saved, as the backward recomputes it.
+  void recomputed(const at::Tensor& t, const SavedInfo& info) const {
+    if (op_ != nullptr && probe::active()) probe::report(op_, info, t, false);
   }
 
   NamedTensors take() { return std::move(kept_); }
@@ -76,8 +76,8 @@ class TE_EXPORT SaveContext {
   NamedTensors kept_;
 };
 
-// Announced live rows stand while the node that keeps the tensors hands them to saved-tensor hooks, and no longer: the
-// same tensor may be kept whole by another node.
+// The scope of announced live rows: while the node passes its tensors to saved-tensor hooks. Another node may save all
+// rows of the same tensor.
 class TE_EXPORT AnnouncedRows {
  public:
   AnnouncedRows();
@@ -85,10 +85,10 @@ class TE_EXPORT AnnouncedRows {
   AnnouncedRows(const AnnouncedRows&) = delete;
   AnnouncedRows& operator=(const AnnouncedRows&) = delete;
 
-  static const LiveRows* of(const at::Tensor& t);  // null: none were
+  static const LiveRows* of(const at::Tensor& t);  // null without an announcement
 
  private:
-  size_t before_;  // those of a node around this one, which runs in a hook of that one's
+  size_t before_;  // number of announcements of an outer node, in whose hook this node runs
 };
 
 }  // namespace te_torch

@@ -31,8 +31,8 @@ void SavedLeaves::take(std::vector<at::Tensor>& tensors) {
 }
 
 void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
-  TORCH_CHECK(!gone_,
-              "a backward through this graph failed behind this node, and some of the graph is gone; run forward "
+  TORCH_CHECK(!released_,
+              "a backward through this graph failed after this node, and a part of the graph was freed; run forward "
               "again.");
   if (leaves_.empty()) return;
   std::vector<at::Tensor> all(tensors.size() + leaves_.size());
@@ -42,7 +42,7 @@ void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
                 "one of the variables needed for gradient computation has been modified by an inplace operation: [",
                 leaf.tensor.toString(), " ", leaf.tensor.sizes(), "] is at version ", version, "; expected version ",
                 leaf.version, " instead. Write to parameters between a backward and the next forward.");
-    all[leaf.place] = leaf.tensor;
+    all[leaf.index] = leaf.tensor;
   }
   auto next = all.begin();
   for (at::Tensor& t : tensors) {
@@ -55,7 +55,7 @@ void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
 void SavedLeaves::end_with_graph() {
   if (leaves_.empty() || torch::autograd::get_current_graph_task_keep_graph()) return;
   leaves_.clear();
-  gone_ = true;
+  released_ = true;
 }
 
 }  // namespace te_torch

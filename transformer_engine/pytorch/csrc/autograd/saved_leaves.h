@@ -1,5 +1,5 @@
-// Leaves among the tensors that a node saves, in place of SavedVariables, for nodes with hundreds: a parameter is no
-// part of its node's graph, so that nothing but its version has to be kept with it.
+// Saves the leaves of a node without SavedVariables, for nodes with hundreds of leaves: a parameter belongs to no
+// graph, so that its version is all that has to be saved with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,21 +10,21 @@ namespace te_torch {
 
 class SavedLeaves {
  public:
-  // Takes leaves out of what is to be saved, unless somebody's hooks are to see all that is. In the forward, once.
+  // Moves leaves out of the tensors to save, unless saved-tensor hooks are active. Called once, in the forward.
   void take(std::vector<at::Tensor>& tensors);
-  // Puts them back where they were. Raises, as autograd does, where one was written to since.
+  // Puts them back. Raises, as autograd does, where one was modified in place since.
   void give(std::vector<at::Tensor>& tensors) const;
-  // In the backward: they go with autograd's own, unless the graph is kept.
+  // Called in the backward: releases them as autograd does with its own, unless the graph is retained.
   void end_with_graph();
 
  private:
   struct Leaf {
-    size_t place;
+    size_t index;
     at::Tensor tensor;
     uint32_t version;
   };
   std::vector<Leaf> leaves_;
-  bool gone_ = false;
+  bool released_ = false;
 };
 
 }  // namespace te_torch

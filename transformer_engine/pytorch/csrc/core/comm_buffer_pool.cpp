@@ -1,6 +1,8 @@
-// See comm_buffer_pool.h. Slots are named by group, device, stream and kind: calls of one stream read and write in its
-// order, so no event is needed. Within a kind a pool takes the first slot that nobody has. While a stream is being
-// captured its buffers have memory of the graph's pool, which replays write at times of their own.
+// See comm_buffer_pool.h.
+// - The key of a slot is group, device, stream and kind. Calls of one stream run in order, so that no event is needed.
+// - take() returns the first free slot of a key.
+// - During a capture, buffers are allocated from the graph's memory pool and are not reused: replays write to them
+//   later.
 #include "core/comm_buffer_pool.h"
 
 #include <ATen/Context.h>
@@ -19,7 +21,7 @@
 
 namespace te_torch {
 
-// The arena has it for good, or until nobody has it and it is asked to let go.
+// pooled: in use. lasting: belongs to the pool, which keeps it until release_unused().
 struct Slot {
   c10::Storage memory;
   bool pooled = false, lasting = true;
@@ -27,7 +29,7 @@ struct Slot {
 
 namespace {
 
-constexpr int kPoison = 0xff;  // NaN in every float dtype, FP8's among them
+constexpr int kPoison = 0xff;  // NaN in every float dtype, FP8 included
 std::atomic<bool> poison{false};
 
 struct Key {
@@ -40,14 +42,14 @@ struct Key {
   }
 };
 
-// What a slot's memory is known by: all views of it share the storage.
-void give_up(void* backing) { delete static_cast<Tensor*>(backing); }
+// The deleter marks a slot's storage, which all views share.
+void delete_backing(void* backing) { delete static_cast<Tensor*>(backing); }
 
 c10::Storage new_memory(int64_t bytes, const at::TensorOptions& options) {
   return pooled_storage(at::empty({bytes}, options.dtype(at::kByte).layout(at::kStrided)));
 }
 
-bool is_there(const std::string& group) {
+bool group_exists(const std::string& group) {
   try {
     return c10d::resolve_process_group(group) != nullptr;
   } catch (const c10::Error&) {
@@ -55,7 +57,7 @@ bool is_there(const std::string& group) {
   }
 }
 
-class Arena {
+class CommBufferPool {
  public:
   std::shared_ptr<Slot> take(Key key, int64_t bytes, const at::TensorOptions& options) {
     std::shared_ptr<Slot> found;
@@ -72,13 +74,13 @@ class Arena {
       found->pooled = true;
       memory = std::move(found->memory);
     }
-    // Nobody waits for the allocator: what has no memory meanwhile is this call's.
+    // Allocates without the lock: the slot is in use, so that no other thread touches it.
     try {
-      // Who still has a view of what a call had in a pooled buffer keeps it, as it is.
+      // A view of an earlier call that is still alive keeps the old memory.
       const bool shared = memory && memory.use_count() > 1;
       const int64_t before = memory ? int64_t(memory.nbytes()) : 0;
       if (shared || !memory || before < bytes) {
-        memory = {};  // first, so that there is room
+        memory = {};  // freed first, to allocate less at once
         memory = new_memory(std::max(bytes, before), options);
       }
     } catch (...) {
@@ -96,8 +98,8 @@ class Arena {
     if (!sound) slot.memory = {};
   }
 
-  // Memory that no call uses.
-  void let_go() {
+  // Frees slots that are not in use.
+  void release_unused() {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (auto& [key, slots] : kinds_) {
       std::erase_if(slots, [](const auto& slot) { return !slot->pooled; });
@@ -108,7 +110,7 @@ class Arena {
     int64_t bytes = 0, slots = 0, pooled = 0;
   };
 
-  // Of a group; of all for an empty name.
+  // Of one group, or of all for an empty name.
   Usage usage(const std::string& group) {
     const std::lock_guard<std::mutex> guard(mutex_);
     Usage total;
@@ -128,12 +130,12 @@ class Arena {
     for (auto& [known, slots] : kinds_) {
       if (known == key) return slots;
     }
-    // Something new begins: what groups have left that are gone is let go.
+    // A new key: frees the slots of groups that no longer exist.
     std::erase_if(kinds_, [](const auto& entry) {
       for (const auto& slot : entry.second) {
         if (slot->pooled) return false;
       }
-      return !is_there(entry.first.group);
+      return !group_exists(entry.first.group);
     });
     return kinds_.emplace_back(std::move(key), std::vector<std::shared_ptr<Slot>>()).second;
   }
@@ -142,19 +144,19 @@ class Arena {
   std::vector<std::pair<Key, std::vector<std::shared_ptr<Slot>>>> kinds_;
 };
 
-Arena& arena() {
-  static auto* const the_one = new Arena;  // outlives torch's own statics
-  return *the_one;
+CommBufferPool& pool() {
+  static auto* const pool = new CommBufferPool;  // outlives torch's statics
+  return *pool;
 }
 
-bool may_last(const at::Device& device, te_stream stream) {
+bool may_pool(const at::Device& device, te_stream stream) {
   if (device.is_cpu()) return true;
   int32_t capturing = 0;
   check(te_comm_is_captured(stream, &capturing));
   return capturing == 0;
 }
 
-// As torch fills what it allocates, where that is asked for.
+// Like torch's option to fill uninitialized memory.
 bool fills() {
   return poison.load(std::memory_order_relaxed) ||
          (at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
@@ -175,16 +177,16 @@ c10::Storage pooled_storage(const Tensor& memory) {
   void* const data = backing->data_ptr();
   const size_t bytes = backing->nbytes();
   const at::Device device = backing->device();
-  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(data, backing.release(), give_up, device),
-                      nullptr, false);
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes,
+                      at::DataPtr(data, backing.release(), delete_backing, device), nullptr, false);
 }
 
 Tensor pooled_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
   const c10::DispatchKeySet keys(
       c10::computeDispatchKey(options.dtype().toScalarType(), at::kStrided, options.device()));
-  Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, options.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return made;
+  Tensor result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, options.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return result;
 }
 
 ScopedBuffer::ScopedBuffer(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group,
@@ -192,8 +194,8 @@ ScopedBuffer::ScopedBuffer(at::IntArrayRef sizes, const at::TensorOptions& optio
   const int64_t bytes = c10::multiply_integers(sizes) * int64_t(options.dtype().itemsize());
   const at::Device device = indexed(options.device());
   const te_stream stream = current_stream(device);
-  if (may_last(device, stream)) {
-    slot_ = arena().take({std::string(group), device, stream, kind}, bytes, options.device(device));
+  if (may_pool(device, stream)) {
+    slot_ = pool().take({std::string(group), device, stream, kind}, bytes, options.device(device));
   } else {
     slot_ = std::make_shared<Slot>();
     slot_->memory = new_memory(bytes, options.device(device));
@@ -207,12 +209,12 @@ ScopedBuffer::~ScopedBuffer() {
   const at::TensorOptions options = tensor_.options();
   tensor_.reset();
   try {
-    // What others have a view of is theirs, as it is.
+    // Other views of the memory keep its values.
     if (filled && slot_->memory.use_count() == 1) fill_returned(slot_->memory, options);
-  } catch (...) {  // of a stream that has failed
+  } catch (...) {  // the stream has failed
     sound_ = false;
   }
-  if (slot_->lasting) arena().give_back(*slot_, sound_);
+  if (slot_->lasting) pool().give_back(*slot_, sound_);
 }
 
 ScopedBuffer& ScopedBuffers::take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group,
@@ -222,33 +224,34 @@ ScopedBuffer& ScopedBuffers::take(at::IntArrayRef sizes, const at::TensorOptions
 
 bool is_pooled(const Tensor& t) {
   if (!t.defined() || !t.has_storage()) return false;
-  // A traced tensor's storage may be asked for nothing else.
+  // Reads the deleter alone: a traced tensor's storage throws on other accesses.
   return t.unsafeGetTensorImpl()
              ->unsafe_storage()
              .unsafeGetStorageImpl()
              ->_mutable_data_ptr_no_checks()
-             .get_deleter() == give_up;
+             .get_deleter() == delete_backing;
 }
 
 void refuse_pooled(const Tensor& t, const char* op, const char* what) {
-  TORCH_CHECK(!is_pooled(t), op, ": ", what, " of shape ", t.sizes(),
-              " lies in memory that is on lease for this call alone, and that the next collective overwrites; keep a "
-              "clone() of it.");
+  TORCH_CHECK(
+      !is_pooled(t), op, ": ", what, " of shape ", t.sizes(),
+      " lies in a pooled communication buffer of this call, which the next collective overwrites; keep a clone() "
+      "of it.");
 }
 
 void register_comm_buffer_pool(pybind11::module_& m) {
   namespace py = pybind11;
-  m.def("lease_usage", [](const std::string& group) {
+  m.def("comm_buffer_usage", [](const std::string& group) {
     const auto found = [&] {
-      const py::gil_scoped_release released;  // who has the arena may be waiting for the GIL
-      return arena().usage(group);
+      const py::gil_scoped_release released;  // a thread that holds the lock may wait for the GIL
+      return pool().usage(group);
     }();
     return py::make_tuple(found.bytes, found.slots, found.pooled);
   });
   m.def(
-      "let_go_of_leases", [] { arena().let_go(); }, py::call_guard<py::gil_scoped_release>());
-  m.def("poison_leases", [](bool on) { return poison.exchange(on); });
-  m.def("on_lease", &is_pooled);
+      "release_comm_buffers", [] { pool().release_unused(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("poison_comm_buffers", [](bool on) { return poison.exchange(on); });
+  m.def("is_pooled", &is_pooled);
 }
 
 }  // namespace te_torch

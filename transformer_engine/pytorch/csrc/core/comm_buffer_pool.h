@@ -1,7 +1,6 @@
-// Memory that a collective writes and one call reads: slots, which a call over a group uses and leaves to the next one.
-// A slot is a Tensor for the GEMMs of that call alone. It is returned with the call's ScopedBuffers; refuse_pooled()
-// refuses it where it would outlive the call (saved tensors, outputs, gradients, stored products). Nothing is
-// communicated here.
+// Temporary buffers for collectives: slots of a pool, each used by one call over a group and reused by the next call.
+// - A slot is a Tensor within that call alone, and is returned with the call's ScopedBuffers.
+// - refuse_pooled() refuses a slot that would outlive the call: saved tensors, outputs, gradients, stored products.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +14,12 @@
 
 namespace te_torch {
 
-// Of one kind each: what grows for one of them does not for others.
+// Slots of a kind grow independently of other kinds.
 enum class SlotKind : uint8_t { kValues, kColumns, kScales, kInbox };
 
 struct Slot;
 
-// One slot, while it lives. No Tensor, and it cannot be copied.
+// A slot in use. Not copyable, so that it has one owner.
 class TE_EXPORT ScopedBuffer {
  public:
   ScopedBuffer(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind);
@@ -29,7 +28,7 @@ class TE_EXPORT ScopedBuffer {
   ~ScopedBuffer();
 
   const at::Tensor& tensor() const { return tensor_; }
-  // Around what others write into it: a slot that a collective has not finished with is never anybody's again.
+  // Called before and after a collective writes to it: a slot with an unfinished collective is not reused.
   void expect() { sound_ = false; }
   void arrived() { sound_ = true; }
 
@@ -39,32 +38,32 @@ class TE_EXPORT ScopedBuffer {
   bool sound_ = true;
 };
 
-// What one call of a node's forward or backward uses. It outlives whatever reads it.
+// The slots of one call of a node's forward or backward. It has to outlive all readers.
 class TE_EXPORT ScopedBuffers {
  public:
   ScopedBuffers() = default;
   ScopedBuffers(const ScopedBuffers&) = delete;
   ScopedBuffers& operator=(const ScopedBuffers&) = delete;
   ScopedBuffer& take(at::IntArrayRef sizes, const at::TensorOptions& options, std::string_view group, SlotKind kind);
-  // What ends with the call too, in the order in which it was given.
+  // Keeps another object until the end of the call; objects are destroyed in the order of these calls.
   void hold(std::shared_ptr<void> other) { others_.push_back(std::move(other)); }
 
  private:
-  std::deque<ScopedBuffer> list_;  // whose references last while it grows
+  std::deque<ScopedBuffer> list_;  // a deque keeps references valid while it grows
   std::vector<std::shared_ptr<void>> others_;
 };
 
-// Where tests or torch's deterministic mode ask for it, NaN in memory that no call uses any more.
+// Fills returned memory with NaN if tests or torch's deterministic mode ask for it.
 void fill_returned(const c10::Storage& memory, const at::TensorOptions& options);
 
-// Memory of somebody else's that is lent as a slot's is: the doors know it. And a tensor in it, from its start on.
+// A storage over `backing` that is_pooled() recognizes, and a tensor at its start.
 c10::Storage pooled_storage(const at::Tensor& backing);
 at::Tensor pooled_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Whether its memory is a slot's, whatever view of it t is.
+// Whether t or any view of it lies in a slot.
 TE_EXPORT bool is_pooled(const at::Tensor& t);
 
-// RuntimeError for such a tensor: `what` of `op` would hold what the next call overwrites.
+// Raises RuntimeError for such a tensor, which `op` would keep as `what` while the next call overwrites it.
 TE_EXPORT void refuse_pooled(const at::Tensor& t, const char* op, const char* what);
 
 }  // namespace te_torch

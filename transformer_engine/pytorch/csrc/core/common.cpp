@@ -36,7 +36,7 @@ bool folds(const Tensor& t) {
 
 namespace {
 
-// What the core calls a member of a plan, which callers of the ops have never seen, is their argument of that name.
+// The engine names a member of a plan in its errors; callers of the ops know it as an argument of the same name.
 std::string last_error() {
   constexpr std::string_view kPlan = "argument 'plan.", kArgument = "argument '";
   std::string words = te_last_error();
@@ -149,7 +149,7 @@ void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, 
 bool must_dispatch(at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return true;
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
-  // Functionality keys only: a backend key such as Meta would bring the Dense bit, which every tensor has.
+  // Functionality keys only: a backend key such as Meta would add the Dense bit, which every tensor has.
   static const c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   for (const Tensor* t : tensors) {
     if (t != nullptr && t->defined() && (t->is_meta() || t->key_set().has_any(special))) return true;

@@ -1,5 +1,5 @@
-// What every room's binding needs to reach the C core from ATen tensors: views as PODs, the current stream, statuses as
-// Python exceptions, and the choice between the direct dispatch mode and the dispatcher. No arithmetic happens here.
+// The bridge between ATen tensors and the engine's C API: tensor views, the current stream, exceptions for statuses,
+// and the choice between direct calls and the dispatcher.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -23,55 +23,54 @@ void check(te_status status);
 
 te_dtype dtype_of(const Tensor& t, const char* op, const char* argument);
 
-// Names the op and the argument where t's memory has been freed under it (storage.resize_(0), as sharding frameworks
-// do): what reads t would read no memory at all.
+// Raises ValueError where t's memory has been freed (storage.resize_(0), as sharding frameworks do).
 inline void check_memory(const Tensor& t, const char* op, const char* argument) {
   TORCH_CHECK_VALUE(!t.has_storage() || t.storage().nbytes() != 0 || t.numel() == 0, op, ": argument '", argument,
                     "' has shape ", t.sizes(), ", but its memory has been freed; allocate it again (gather it) first.");
 }
 
-// Names the op and the argument where t's memory holds the negatives of its values (conj().imag does): PyTorch turns
-// them round as it reads them, the engine does not.
+// Raises ValueError for a negated view (conj().imag is one): PyTorch negates its values on reading, the engine does
+// not.
 inline void check_in_memory(const Tensor& t, const char* op, const char* argument) {
   TORCH_CHECK_VALUE(!t.is_neg(), op, ": argument '", argument,
-                    "' is negated when it is read, not in memory; pass resolve_neg() of it.");
+                    "' is a negated view, which the engine cannot read; pass resolve_neg() of it.");
 }
 
 // Leading dimensions folded into rows. The tensor must be row-foldable, see rows_of().
 te_tensor view_2d(const Tensor& t, const char* op, const char* argument);
-te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument);  // absent when there is none
+te_tensor view_2d(const OptionalTensor& t, const char* op, const char* argument);  // absent() for nullopt
 inline te_tensor absent() { return te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU}; }
 
-// t itself when its rows can be folded without a copy and its last dimension is dense, else a contiguous copy: stride-0
-// and transposed gradients end here, and those that are negated when they are read.
+// t itself when its rows can be folded without a copy and its last dimension is dense, else a contiguous copy: of
+// transposed tensors, of those with a stride of 0, and of negated views.
 Tensor rows_of(const Tensor& t);
 
-// PyTorch's current stream on t's device, taken device-generically so that no CUDA library is linked.
+// PyTorch's current stream on t's device, by a device-generic interface, so that no CUDA library is linked.
 te_stream current_stream(const at::Device& device);  // null on a CPU
 te_stream current_stream(const Tensor& t);
 
-// "cuda" is the current device, as everywhere in torch.
+// "cuda" without an index is the current device, as in torch.
 inline at::Device indexed(const at::Device& device) {
   return device.is_cpu() || device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
-// Names the op and the argument when `t` is not on `like`'s device or not of its dtype.
+// Raises ValueError where `t` has another device or dtype than `like`.
 void check_same(const Tensor& t, const Tensor& like, const char* op, const char* argument);
 
-// Names the op and the argument when `t` is no float32, float16 or bfloat16 tensor.
+// Raises ValueError unless `t` is float32, float16 or bfloat16.
 void check_float(const Tensor& t, const char* op, const char* argument);
 
-// The last dimension; the error for a tensor without one, or of another size, is a ValueError.
+// Raises ValueError for another last dimension, or none.
 void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, const char* argument);
 
-// A call must go through the dispatcher when something there wants to see it: a TorchDispatchMode (FakeTensorMode
-// among them), functorch, or an argument that is a tensor subclass.
+// Whether a call has to go through the dispatcher: under a TorchDispatchMode (such as FakeTensorMode), under functorch,
+// or with a tensor subclass as an argument.
 bool must_dispatch(at::ArrayRef<const Tensor*> tensors);
 
 inline const Tensor* pointer_to(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
 
-// To be called by who has written into a tensor of somebody else's: a backward that saved it must notice, as it does
-// after t.copy_(). Views of one tensor share the note.
+// Called after the engine has written to a caller's tensor, so that a backward that saved it raises, as after
+// t.copy_(). All views of a tensor share the version.
 inline void note_written(const Tensor& t) {
   if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
@@ -83,13 +82,13 @@ bool needs_graph(at::ArrayRef<const Tensor*> tensors);
 Tensor autocast(const Tensor& t);
 OptionalTensor autocast(const OptionalTensor& t);
 
-// The two routes of a node's inner ops. Direct calls the kernel wrapper; Dispatched calls the registered op of the same
-// signature, which is what torch.compile traces.
+// The two dispatch modes of a node's inner ops. Direct calls the kernel wrapper; Dispatched calls the registered op of
+// the same signature, which torch.compile traces.
 struct Direct {
   template <auto kFunction, class... Args>
   static auto call(const char* name, Args&&... args) {
     if (!probe::active()) return kFunction(args...);
-    RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});  // a profiler beside the recording names the op too
+    RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});  // so that a profiler shows the op too
     probe::begin_call();
     if constexpr (std::is_void_v<decltype(kFunction(args...))>) {
       kFunction(args...);

@@ -1,5 +1,5 @@
-// Lends LibTorch's CPU product to the engine, as parallel_for.cpp lends its threads: C++ callers of te_gemm in a
-// process with torch get it. The extension's own products do not go this way (gemm/gemm_path.h).
+// Registers LibTorch's CPU GEMM with the engine, for C++ callers of te_gemm in a process with torch. The extension's
+// own GEMMs do not use it (gemm/gemm_path.h).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
@@ -17,7 +17,7 @@ at::Tensor matrix(const float* data, int64_t rows, int64_t cols, int64_t row_ste
 
 void product(te_gemm_layout layout, int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t a_pitch,
              const float* b, int64_t b_pitch, float* d, int64_t d_pitch, int accumulate) {
-  // Whatever mode the caller's thread is in, this is no call of the caller's to see.
+  // Hidden from the modes of the calling thread, as the caller did not call LibTorch.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   using c10::DispatchKey;
   const c10::impl::ExcludeDispatchKeyGuard below_modes(

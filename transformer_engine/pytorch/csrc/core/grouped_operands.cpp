@@ -93,7 +93,7 @@ std::vector<te_tensor> Operands::add_biases(at::TensorList biases) {
 
 void Operands::note() const {
   if (copied_ == 0) return;
-  thread_local std::string why;  // the note is read when this is gone
+  thread_local std::string why;  // read after this function has returned
   why = "copies " + std::to_string(copied_) + " bytes of " + names_ +
         ": it reads addresses and row pitches that are multiples of 16";
   te_note_path("grouped kernel on copies", why.c_str());

@@ -1,5 +1,5 @@
-// What the bindings of grouped products share: checks that name an argument, operands as te_grouped_gemm reads them.
-// Plain products are in gemm/grouped_gemm.cpp, those of FP8 operands in gemm/grouped_gemm_fp8.cpp.
+// Shared by the bindings of grouped GEMMs (gemm/grouped_gemm.cpp, gemm/grouped_gemm_fp8.cpp): checks of arguments, and
+// operands for te_grouped_gemm.
 #pragma once
 
 #include <transformer_engine/grouped_gemm.h>
@@ -13,23 +13,23 @@ namespace te_torch::grouped {
 
 inline constexpr const char* kOp = "grouped_linear";
 
-// Offsets of `groups` groups of rows on rows' device.
+// Checks the offsets of `groups` groups, on the device of rows.
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups);
-// How many groups offsets are of; named where they are of none.
+// The number of groups of the offsets, at least one.
 size_t groups_of(const Tensor& offsets);
-// Where weight gradients [n, k] go: one of `outs` for each of `how` that is not negative; of float32 or rows' dtype, of
-// FP8 rows any float.
+// Checks the outputs of weight gradients [n, k]: one of `outs` for each `how` that is not negative, of float32 or the
+// dtype of rows; for FP8 rows of any float dtype.
 void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& k, at::TensorList outs,
                    at::ArrayRef<int64_t> how, size_t groups);
 
-// Tensors for the length of one call, those that a kernel cannot read (addresses and pitches of 16 bytes) as copies.
-// What somebody else holds, which may be hundreds, is not held twice.
+// The tensors of one call. Those that a kernel cannot read (addresses and pitches of 16 bytes) are copied. Holds the
+// copies alone, as the caller holds the others.
 class Operands {
  public:
   te_tensor add(const Tensor& t, const char* argument);
   te_tensor add_bytes(const Tensor& t, te_dtype dtype, const char* argument);  // an FP8 matrix
   std::vector<te_tensor> add_biases(at::TensorList biases);
-  // Behind the launch, which says what it is; of copies, over that.
+  // Called after the launch: notes the copies for te.explain, in place of the launch's own note.
   void note() const;
 
  private:
@@ -40,19 +40,19 @@ class Operands {
   std::string names_;  // of the arguments that were copied
 };
 
-// One for each group, absent where a result is undefined: that group's is not wanted.
+// One for each group, absent() where the result is undefined and not needed.
 std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results);
 
 void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like);
 
-// The weight gradients of a call that adds to, or writes over, its `outs`.
+// The weight gradients of a call that adds to or overwrites its `outs`.
 struct Targets {
-  std::vector<Tensor> results;  // one for each group; undefined ones are not wanted
+  std::vector<Tensor> results;  // one for each group, undefined where not needed
   std::vector<uint8_t> accumulate;
 
   Targets(at::TensorList outs, at::ArrayRef<int64_t> how);
 };
-// Of what one launch would write at once.
+// Raises NotImplementedError where two groups of one launch would write to the same memory.
 void check_apart(at::TensorList outs);
 
 }  // namespace te_torch::grouped

@@ -1,5 +1,5 @@
-// A reference to a Python object that may be dropped on any thread, with or without the GIL, and after the interpreter;
-// and what a call into Python raised, on its way to who called the extension.
+// References to Python objects that may be dropped on any thread, with or without the GIL, and after the interpreter
+// has ended; and the passing of Python errors through C++.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -10,7 +10,7 @@
 
 namespace te_torch {
 
-// The GIL is held.
+// Requires the GIL.
 inline std::shared_ptr<PyObject> held_object(PyObject* object) {
   Py_INCREF(object);
   return {object, [](PyObject* held) {
@@ -20,7 +20,7 @@ inline std::shared_ptr<PyObject> held_object(PyObject* object) {
           }};
 }
 
-// The GIL is held, and Python's error indicator is set.
+// Requires the GIL and a set error indicator.
 [[noreturn]] inline void throw_python_error() {
   python_error error;
   error.persist();

@@ -1,5 +1,5 @@
-// Tensors under names: the arguments of a node, and what it keeps for its backward. A name may have several tensors,
-// one behind the other (a list of weights, the parts of an FP8 matrix); one that is not there takes no place.
+// Tensors by name: the arguments of a node, or its saved tensors. A name may have several tensors in a row (a list of
+// weights, the parts of an FP8 matrix); absent tensors take no slot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +12,14 @@ namespace te_torch {
 
 class NamedTensors {
  public:
-  // What a tensor is of an operand: itself, or data or scales in a direction of an FP8 one (gemm/product.h).
+  // The part of an operand: the plain tensor, or data or scales of an FP8 matrix in one direction (gemm/product.h).
   struct Label {
     uint8_t name = 0;
     uint8_t part = 0;
   };
   using Labels = c10::SmallVector<Label, 16>;
 
-  NamedTensors() { tensors_.reserve(8); }  // as many as a layer has
+  NamedTensors() { tensors_.reserve(8); }  // enough for a layer
   NamedTensors(std::vector<at::Tensor> tensors, Labels labels)
       : tensors_(std::move(tensors)), labels_(std::move(labels)) {}
 
@@ -38,7 +38,7 @@ class NamedTensors {
   std::vector<at::Tensor>& tensors() { return tensors_; }
   const Labels& labels() const { return labels_; }
 
-  // The place of the first one under a name; size() where there is none.
+  // The index of the first one of a name, or size().
   size_t find(int name) const {
     size_t place = 0;
     while (place < labels_.size() && labels_[place].name != name) ++place;
@@ -46,7 +46,7 @@ class NamedTensors {
   }
   bool has(int name) const { return find(name) < size(); }
 
-  // The first one under a name; undefined where there is none.
+  // The first one of a name, or an undefined tensor.
   const at::Tensor& operator[](int name) const {
     static const at::Tensor none;
     const size_t place = find(name);

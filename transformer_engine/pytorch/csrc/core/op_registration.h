@@ -10,7 +10,7 @@
 
 namespace te_torch {
 
-// A table is read twice: when the library is loaded, for the dispatcher, and by the module's import, for Python.
+// A table runs twice: for the dispatcher when the library is loaded, and for Python when the module is imported.
 class OpRegistration {
  public:
   explicit OpRegistration(torch::Library& dispatcher) : dispatcher_(&dispatcher) {}
@@ -18,17 +18,17 @@ class OpRegistration {
 
   class Op {
    public:
-    // On the CPU and on CUDA.
+    // For CPU and CUDA.
     template <class F>
     Op& kernel(F* f) {
       return on(c10::DispatchKey::CPU, f).on(c10::DispatchKey::CUDA, f);
     }
-    // Shapes and dtypes alone, for tracers.
+    // Shapes and dtypes, for tracers.
     template <class F>
     Op& meta(F* f) {
       return on(c10::DispatchKey::Meta, f);
     }
-    // By other ops, where no gradient is recorded; and where one is.
+    // Implementations by other ops, without and with a recorded gradient.
     template <class F>
     Op& composite(F* f) {
       return on(c10::DispatchKey::CompositeExplicitAutograd, f);
@@ -41,29 +41,30 @@ class OpRegistration {
     Op& autocast(F* f) {
       return on(c10::DispatchKey::AutocastCPU, f).on(c10::DispatchKey::AutocastCUDA, f);
     }
-    // A chain of layers, whose faces (composite, autograd, autocast) layer/op_registration.h makes.
+    // For a chain of layers: composite, autograd and autocast come from layer/op_registration.h.
     template <class Chain>
     Op& chain() {
       return composite(&Chain::composite).autograd(&Chain::autograd).autocast(&Chain::autocast);
     }
-    // What Python calls by the op's name, without the GIL.
+    // The Python function of the op's name; it runs without the GIL.
     template <class F, class... Extra>
     Op& python(F&& f, const Extra&... extra) {
-      faces_.python(name_.c_str(), std::forward<F>(f), extra...);
+      registration_.python(name_.c_str(), std::forward<F>(f), extra...);
       return *this;
     }
 
    private:
     friend class OpRegistration;
-    Op(OpRegistration& faces, const char* schema) : faces_(faces), name_(schema, std::string_view(schema).find('(')) {}
+    Op(OpRegistration& registration, const char* schema)
+        : registration_(registration), name_(schema, std::string_view(schema).find('(')) {}
 
     template <class F>
     Op& on(c10::DispatchKey key, F* f) {
-      if (faces_.dispatcher_ != nullptr) faces_.dispatcher_->impl(name_.c_str(), torch::dispatch(key, f));
+      if (registration_.dispatcher_ != nullptr) registration_.dispatcher_->impl(name_.c_str(), torch::dispatch(key, f));
       return *this;
     }
 
-    OpRegistration& faces_;
+    OpRegistration& registration_;
     std::string name_;
   };
 
@@ -72,7 +73,7 @@ class OpRegistration {
     return Op(*this, schema);
   }
 
-  // What Python calls that is no op.
+  // A Python function that is no op.
   template <class F, class... Extra>
   void python(const char* name, F&& f, const Extra&... extra) {
     if (python_ != nullptr) python_->def(name, torch::wrap_pybind_function_no_gil(std::forward<F>(f)), extra...);
@@ -83,27 +84,27 @@ class OpRegistration {
   pybind11::module_* python_ = nullptr;
 };
 
-// Held as long as the library is loaded.
-class DispatcherFaces {
+// Registers a table with the dispatcher while the library is loaded.
+class DispatcherRegistration {
  public:
-  DispatcherFaces(void (*table)(OpRegistration&), const char* file, uint32_t line)
+  DispatcherRegistration(void (*table)(OpRegistration&), const char* file, uint32_t line)
       : library_(torch::Library::FRAGMENT, "te", std::nullopt, file, line) {
-    OpRegistration faces(library_);
-    table(faces);
+    OpRegistration ops(library_);
+    table(ops);
   }
 
  private:
   torch::Library library_;
 };
 
-// The body fills `faces`; makes register_<room>, which module.cpp lists.
-#define TE_OP_REGISTRATION(room, faces)                                                           \
-  static void room##_faces(OpRegistration& faces);                                                \
-  static const DispatcherFaces room##_in_dispatcher(&room##_faces, __FILE__, uint32_t(__LINE__)); \
-  void register_##room(pybind11::module_& m) {                                                    \
-    OpRegistration python(m);                                                                     \
-    room##_faces(python);                                                                         \
-  }                                                                                               \
-  static void room##_faces(OpRegistration& faces)
+// The body fills `ops`. Defines register_<name>, which module.cpp lists.
+#define TE_OP_REGISTRATION(name, ops)                                                                  \
+  static void name##_ops(OpRegistration& ops);                                                         \
+  static const DispatcherRegistration name##_in_dispatcher(&name##_ops, __FILE__, uint32_t(__LINE__)); \
+  void register_##name(pybind11::module_& m) {                                                         \
+    OpRegistration python(m);                                                                          \
+    name##_ops(python);                                                                                \
+  }                                                                                                    \
+  static void name##_ops(OpRegistration& ops)
 
 }  // namespace te_torch

@@ -1,5 +1,5 @@
-// Lends PyTorch's thread pool to the engine, so that nothing oversubscribes. A file of its own, since it alone is
-// compiled for OpenMP.
+// Registers PyTorch's thread pool with the engine, so that the process has one pool. This file alone is compiled for
+// OpenMP.
 #include <ATen/Parallel.h>
 #include <transformer_engine/transformer_engine.h>
 

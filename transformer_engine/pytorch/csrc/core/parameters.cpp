@@ -1,5 +1,5 @@
-// A module's parameters by their names, for modules with hundreds: Python would take longer to look them up than C++ to
-// prepare their product. For Python, under the GIL.
+// Looks up a module's parameters by name, for modules with hundreds: in Python the look-up would take longer than the
+// preparation of their GEMM. Requires the GIL.
 #include <torch/csrc/utils/pybind.h>
 
 namespace te_torch {
@@ -8,8 +8,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Those that are registered under the names, where each is a `type` itself; None where one is of another class, or
-// computed.
+// The parameters registered under the names, or None where one is computed or of another class than `type`.
 py::object registered_parameters(const py::dict& registered, const py::list& names, const py::type& type) {
   auto found = py::reinterpret_steal<py::list>(PyList_New(PyList_GET_SIZE(names.ptr())));
   if (!found) throw py::error_already_set();

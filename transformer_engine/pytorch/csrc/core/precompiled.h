@@ -1,5 +1,5 @@
-// What nearly every file here includes of PyTorch, compiled once. Each file still includes what it uses: the list may
-// shrink or grow without a change elsewhere.
+// The precompiled header: PyTorch's headers that nearly every file includes. Each file still includes all that it uses,
+// so that this list may change alone.
 #pragma once
 
 #include <ATen/autocast_mode.h>

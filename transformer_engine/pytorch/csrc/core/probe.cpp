@@ -1,4 +1,4 @@
-// See probe.h. One recording at a time in the process, of one thread's calls and of the backwards that it calls.
+// See probe.h. A process has one recording at a time, of the calls of one thread and of the backwards that it calls.
 #include "core/probe.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -16,13 +16,13 @@ namespace probe {
 
 namespace {
 
-struct KeptRow {
+struct SavedRow {
   std::string label;
   const char* op;
-  SavedInfo what;
+  SavedInfo info;
   bool kept;
-  // Weak: memory is freed as without a recording, but no later storage gets the same address, which is the row's key
-  // (data pointers are none: on the meta device all of them are null).
+  // Weak: memory is freed as without a recording, but no later storage gets the same address, which is the row's key.
+  // Data pointers are no keys, as all of them are null on the meta device.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   int64_t offset;  // in elements
   std::vector<int64_t> shape;
@@ -37,10 +37,10 @@ struct PathRow {
 
 std::atomic<int64_t> recorder{0};  // the number of the thread that records
 std::mutex mutex;
-std::vector<KeptRow> kept_rows;
+std::vector<SavedRow> saved_rows;
 std::vector<PathRow> path_rows;
 thread_local std::string current_label;
-thread_local const char* because = nullptr;
+thread_local const char* path_reason = nullptr;
 
 }  // namespace
 
@@ -61,16 +61,16 @@ Label::~Label() {
   if (active()) current_label = std::move(outer_);
 }
 
-void report(const char* op, const SavedInfo& what, const at::Tensor& t, bool kept) {
+void report(const char* op, const SavedInfo& info, const at::Tensor& t, bool kept) {
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   if (t.has_storage()) storage.emplace(t.storage().getWeakStorageImpl());
   const std::lock_guard<std::mutex> lock(mutex);
-  kept_rows.push_back({current_label, op, what, kept, std::move(storage), t.storage_offset(), t.sizes().vec(),
-                       t.scalar_type(), t.nbytes()});
+  saved_rows.push_back({current_label, op, info, kept, std::move(storage), t.storage_offset(), t.sizes().vec(),
+                        t.scalar_type(), t.nbytes()});
 }
 
-Because::Because(const char* why) : outer_(std::exchange(because, why)) {}
-Because::~Because() { because = outer_; }
+PathReason::PathReason(const char* reason) : outer_(std::exchange(path_reason, reason)) {}
+PathReason::~PathReason() { path_reason = outer_; }
 
 void begin_call() { te_note_path(nullptr, nullptr); }
 
@@ -80,9 +80,9 @@ void end_call(const char* op) {
   te_noted_path(&path, &why_not_faster);
   if (path == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::string why = why_not_faster == nullptr ? "" : why_not_faster;
-  if (because != nullptr) why = why.empty() ? because : because + ("; " + why);
-  path_rows.push_back({current_label, op, path, std::move(why)});
+  std::string reason = why_not_faster == nullptr ? "" : why_not_faster;
+  if (path_reason != nullptr) reason = reason.empty() ? path_reason : path_reason + ("; " + reason);
+  path_rows.push_back({current_label, op, path, std::move(reason)});
 }
 
 }  // namespace probe
@@ -93,29 +93,29 @@ void register_probe(pybind11::module_& m) {
   m.def("start_recording", torch::wrap_pybind_function([] {
           const std::lock_guard<std::mutex> lock(mutex);
           TORCH_CHECK(recorder == 0,
-                      "te.memory_plan and te.explain: another recording is under way in this process; wait for it.");
-          kept_rows.clear();
+                      "te.memory_plan and te.explain: another recording runs in this process; wait for its end.");
+          saved_rows.clear();
           path_rows.clear();
           recorder.store(this_thread(), std::memory_order_relaxed);
         }));
   m.def("stop_recording", [] {
-    std::vector<KeptRow> said_kept;
-    std::vector<PathRow> said_paths;
+    std::vector<SavedRow> saved;
+    std::vector<PathRow> paths;
     {
       const std::lock_guard<std::mutex> lock(mutex);
       recorder.store(0, std::memory_order_relaxed);
-      said_kept.swap(kept_rows);
-      said_paths.swap(path_rows);
+      saved.swap(saved_rows);
+      paths.swap(path_rows);
     }
     current_label.clear();
-    py::list kept, paths;  // without the lock: what Python does meanwhile may be a call that waits for it
-    for (const auto& row : said_kept) {
+    py::list saved_list, path_list;  // made without the lock: Python code may run here, and call what takes it
+    for (const auto& row : saved) {
       const uintptr_t storage = row.storage ? reinterpret_cast<uintptr_t>(row.storage->_unsafe_get_target()) : 0;
-      kept.append(py::make_tuple(row.label, row.op, row.what.name, row.what.why, row.what.recompute, row.kept, storage,
-                                 row.offset, row.shape, row.dtype, row.bytes));
+      saved_list.append(py::make_tuple(row.label, row.op, row.info.name, row.info.reason, row.info.recompute_cost,
+                                       row.kept, storage, row.offset, row.shape, row.dtype, row.bytes));
     }
-    for (const auto& row : said_paths) paths.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
-    return py::make_tuple(kept, paths);
+    for (const auto& row : paths) path_list.append(py::make_tuple(row.label, row.op, row.path, row.why_not_faster));
+    return py::make_tuple(saved_list, path_list);
   });
   m.def("is_recording", active);
   m.def("record_path", [](const std::string& op, const std::string& path, const std::string& why_not_faster) {

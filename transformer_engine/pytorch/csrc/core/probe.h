@@ -1,35 +1,37 @@
-// What te.memory_plan and te.explain ask of the extension: while somebody records, each node tells what it keeps for
-// backward and each engine call which path it took. Off, it costs one relaxed load; it never changes what runs.
+// Recording for te.memory_plan and te.explain: while a recording runs, each node reports its saved tensors and each
+// engine call its path. Without one it costs a relaxed load. It never changes what runs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
 
-// What policies built outside of the extension (tests/layer) reach.
+// For policies built outside of the extension (tests/layer).
 #define TE_EXPORT __attribute__((visibility("default")))
 
 namespace te_torch {
 
-// A tensor kept for backward, in words.
+// The description of a saved tensor.
 struct SavedInfo {
-  const char* name;       // what it is
-  const char* why;        // who reads it
-  const char* recompute;  // what not keeping it would cost, and the option that does so
-  bool tokens = false;    // its first dimension is that of the tokens
+  const char* name;
+  const char* reason;          // which computation of the backward reads it
+  const char* recompute_cost;  // the cost of recomputing it, and the option that does so
+  bool tokens = false;         // its first dimension is that of the tokens
 };
 
-inline constexpr const char* kCallers = "the caller's tensor: keeping it costs only what freeing it would give back";
-inline constexpr SavedInfo kParameter{"parameter", "the gradients behind it read it", "a parameter: kept in any case"};
+inline constexpr const char* kCallers =
+    "the caller's tensor: saving it costs memory only where the caller would free it";
+inline constexpr SavedInfo kParameter{"parameter", "the gradient of its input reads it",
+                                      "a parameter: kept in any case"};
 inline constexpr SavedInfo kStatistic{"norm statistic", "the norm's backward reads one value a row",
                                       "reading the norm's input once", true};
-inline constexpr SavedInfo kAngles{"rotary angles", "the backward turns the gradient back by them", kCallers};
+inline constexpr SavedInfo kAngles{"rotary angles", "the backward rotates the gradient by them", kCallers};
 
 namespace probe {
 
 TE_EXPORT bool active();
 
-// The module at work on this thread, as set from Python; backward restores the label of its forward.
+// The module that runs on this thread, set from Python; a backward restores the label of its forward.
 TE_EXPORT const std::string& label();
 
 class TE_EXPORT Label {
@@ -43,22 +45,22 @@ class TE_EXPORT Label {
   std::string outer_;
 };
 
-// kept: it is held for backward; else the backward recomputes it.
-TE_EXPORT void report(const char* op, const SavedInfo& what, const at::Tensor& tensor, bool kept);
+// kept: saved for the backward; else the backward recomputes it.
+TE_EXPORT void report(const char* op, const SavedInfo& info, const at::Tensor& tensor, bool kept);
 
-// While it lives, what this thread calls says `why` before what the engine says; null: nothing.
-class TE_EXPORT Because {
+// While it lives, te.explain shows `reason` before the engine's own reason for each call of this thread; null: nothing.
+class TE_EXPORT PathReason {
  public:
-  explicit Because(const char* why);
-  ~Because();
-  Because(const Because&) = delete;
-  Because& operator=(const Because&) = delete;
+  explicit PathReason(const char* reason);
+  ~PathReason();
+  PathReason(const PathReason&) = delete;
+  PathReason& operator=(const PathReason&) = delete;
 
  private:
   const char* outer_;
 };
 
-// The path that the engine noted since the last begin_call on this thread.
+// end_call() records the path that the engine has noted since begin_call() on this thread.
 void begin_call();
 void end_call(const char* op);
 

@@ -1,7 +1,7 @@
-// The state of a torch.Generator, read and written so that threads cannot lock each other out. torch's own get_state()
-// makes its Python object while it holds the generator's mutex; that may run the garbage collector (Python 3.10
-// and 3.11) and with it anybody's Python, and so hand the GIL to a thread that then waits for the mutex with the GIL in
-// hand. The functions below release the GIL before they take the mutex, and run no Python while they hold it.
+// Reads and writes the state of a torch.Generator without a deadlock between threads. torch's get_state() creates a
+// Python object while it holds the generator's mutex. That may run the garbage collector (Python 3.10 and 3.11) and
+// other Python code, which may give the GIL to a thread that waits for the mutex while it holds the GIL. The functions
+// below release the GIL before they take the mutex, and run no Python code while they hold it.
 #include <ATen/core/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -8,8 +8,8 @@ namespace te_torch {
 
 namespace {
 
-constexpr int64_t kSmall = int64_t(1) << 20;  // bytes, up to which torch's allocator cuts pieces itself
-constexpr int64_t kBeginning = 512;           // bytes, of which that allocator's addresses are multiples
+constexpr int64_t kSmall = int64_t(1) << 20;  // bytes, up to which torch's allocator splits blocks
+constexpr int64_t kAlignment = 512;           // bytes, alignment of that allocator
 
 at::Tensor view_at(const at::Tensor& t, int64_t row, at::IntArrayRef sizes, at::IntArrayRef strides) {
   auto view =
@@ -40,7 +40,7 @@ std::vector<at::Tensor> new_matrices(size_t count, int64_t rows, int64_t cols, c
     for (at::Tensor& one : all) one = at::empty({rows, cols}, options);
     return all;
   }
-  const int64_t each = (rows * cols * element + kBeginning - 1) / kBeginning * kBeginning / element;
+  const int64_t each = (rows * cols * element + kAlignment - 1) / kAlignment * kAlignment / element;
   const at::Tensor memory = at::empty({int64_t(count), each}, options);
   const int64_t sizes[] = {rows, cols}, strides[] = {cols, 1};
   for (size_t i = 0; i < count; ++i) all[i] = view_at(memory, int64_t(i), sizes, strides);

@@ -16,31 +16,31 @@ void RunStreams::change_to(const c10::Stream& stream) const {
 }
 
 void RunStreams::turn() {
-  if (!here_.has_value()) {
-    here_ = c10::impl::VirtualGuardImpl(side_.device_type()).getStream(side_.device());
-    beside_ = before_ = false;
-    fork_.record(*here_);
+  if (!caller_.has_value()) {
+    caller_ = c10::impl::VirtualGuardImpl(side_.device_type()).getStream(side_.device());
+    on_side_ = has_arrived_ = false;
+    fork_.record(*caller_);
     fork_.block(side_);
     return;
   }
-  beside_ = !beside_;
-  const c10::Stream& next = beside_ ? side_ : *here_;
-  if (before_) arrived_.block(next);
+  on_side_ = !on_side_;
+  const c10::Stream& next = on_side_ ? side_ : *caller_;
+  if (has_arrived_) arrived_.block(next);
   change_to(next);
 }
 
 void RunStreams::arrived() {
-  arrived_.record(beside_ ? side_ : *here_);
-  before_ = true;
+  arrived_.record(on_side_ ? side_ : *caller_);
+  has_arrived_ = true;
 }
 
 void RunStreams::end() {
-  if (!here_.has_value()) return;
-  const c10::Stream here = *here_;
-  here_.reset();
-  change_to(here);
+  if (!caller_.has_value()) return;
+  const c10::Stream caller = *caller_;
+  caller_.reset();
+  change_to(caller);
   join_.record(side_);
-  join_.block(here);
+  join_.block(caller);
 }
 
 }  // namespace te_torch

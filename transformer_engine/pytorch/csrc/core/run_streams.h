@@ -1,7 +1,8 @@
-// Two compute streams of a device, which runs of a product take by turns: tiles of the next run fill the last wave of
-// the one before. Both wait for what the calling stream has before the first run, and it waits for both behind the last
-// one, in a capture too; so memory is the calling stream's before and behind, and no allocation has to know of the
-// other one. What a run allocates for itself is its own stream's.
+// Two compute streams that the runs of a GEMM use in turn, so that tiles of the next run fill the last wave of the run
+// before.
+// - Both streams wait for the calling stream before the first run, and it waits for both after the last one, also in a
+//   capture. Memory allocated outside of the runs belongs to the calling stream, memory allocated in a run to its
+//   stream.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -17,21 +18,21 @@ class RunStreams {
   RunStreams(const RunStreams&) = delete;
   RunStreams& operator=(const RunStreams&) = delete;
 
-  // From here on this thread's current stream is the next run's.
+  // Makes the next run's stream the current one of this thread.
   void turn();
-  // The waits of a run are enqueued: those that follow read what they are for. Not of one that has none, nor of the
-  // last.
+  // Called after the waits of a run were enqueued, as later runs read the same data. Not called for a run without
+  // waits, nor for the last one.
   void arrived();
-  // The current stream is that of before the first turn. Nothing where there was none.
+  // Joins the streams and restores the current one. Does nothing without a turn().
   void end();
 
  private:
   void change_to(const c10::Stream& stream) const;
 
   const c10::Stream side_;
-  std::optional<c10::Stream> here_;  // while there are turns
-  bool beside_ = false;              // whose turn it is
-  bool before_ = false;              // a run has noted what arrived
+  std::optional<c10::Stream> caller_;  // between turn() and end()
+  bool on_side_ = false;               // whether the current run is on side_
+  bool has_arrived_ = false;           // arrived_ was recorded
   c10::Event fork_, arrived_, join_;
 };
 

@@ -1,5 +1,5 @@
-// See threads.h. torch carries what is thread-local of Python's to the threads of a backward; what is carried here
-// holds no object of Python's, so that a thread may end without the GIL.
+// See threads.h. torch passes the thread-local Python objects of a thread to the threads of its backward. The one set
+// here holds no Python object, so that a thread may end without the GIL.
 #include "core/threads.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -30,15 +30,15 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 std::atomic<int64_t> given{0};
 thread_local int64_t own = 0;
-thread_local bool told = false;
+thread_local bool registered = false;
 
 }  // namespace
 
 int64_t this_thread() {
   if (own == 0) own = ++given;
-  if (!told && !in_backward()) {  // what is said there is forgotten behind it
+  if (!registered && !in_backward()) {  // torch drops objects set in a backward at its end
     Carried::set(key(), std::make_shared<Thread>(own));
-    told = true;
+    registered = true;
   }
   return own;
 }

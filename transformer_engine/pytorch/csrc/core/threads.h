@@ -1,12 +1,12 @@
-// Which thread a piece of work belongs to: its own, or in a backward the one that called it, as autograd runs backwards
-// on threads of its own. Numbers are given once, unlike the operating system's; 0 is no thread.
+// The thread that work belongs to: in a backward the thread that called it, as autograd runs backwards on threads of
+// its own. A number is never reused, unlike the operating system's ids; 0 is no thread.
 #pragma once
 
 #include <cstdint>
 
 namespace te_torch {
 
-int64_t this_thread();     // and the backwards that it calls from here on say it too
-int64_t calling_thread();  // 0: a thread that has not asked for its number
+int64_t this_thread();     // backwards that it calls after this get the same number
+int64_t calling_thread();  // 0 for a thread that has not called this_thread()
 
 }  // namespace te_torch

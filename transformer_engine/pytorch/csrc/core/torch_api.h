@@ -1,6 +1,6 @@
-// What differs in C++ between the minor versions of PyTorch that are served (cmake/torch.cmake has the range): how
-// nodes of autograd are held, what a gradient's dtype is checked against, how a stream's handle is had. Whatever else
-// is included of PyTorch is the same in all of them; qa/torch_versions.sh compiles against each.
+// Differences between the supported minor versions of PyTorch (cmake/torch.cmake has the range): pointers to autograd
+// nodes, the check of a gradient's dtype, the handle of a stream. The other interfaces in use are the same in all of
+// them; qa/torch_versions.sh compiles against each.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -28,8 +28,8 @@ using NodePtr = std::shared_ptr<torch::autograd::Node>;
 using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
 #endif
 
-// Whether the engine takes a gradient of this dtype at an edge as it is. Since 2.10 an edge may want another dtype than
-// its tensor's, or none at all.
+// Whether autograd accepts a gradient of this dtype at an edge without a cast. Since 2.10 an edge may expect another
+// dtype than its tensor's, or any dtype.
 inline bool takes_dtype(const torch::autograd::InputMetadata& edge, at::ScalarType dtype) {
 #if TE_TORCH_AT_LEAST(2, 10)
   return dtype == edge.grad_dtype();
@@ -38,8 +38,8 @@ inline bool takes_dtype(const torch::autograd::InputMetadata& edge, at::ScalarTy
 #endif
 }
 
-// The handle of a stream, cudaStream_t on CUDA. A stream says it since 2.11; before, libtorch_cuda's C interface says
-// the current stream's, so this one is current for a moment.
+// The handle of a stream, cudaStream_t on CUDA. Since 2.11 a stream has a method for it; before, libtorch_cuda's C
+// interface returns the handle of the current stream, so that this one is made current for a moment.
 inline void* handle_of(const c10::Stream& stream) {
 #if TE_TORCH_AT_LEAST(2, 11)
   return stream.native_handle();
@@ -49,14 +49,13 @@ inline void* handle_of(const c10::Stream& stream) {
     void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     return library == nullptr ? nullptr : reinterpret_cast<Ask>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
-  TORCH_CHECK(ask != nullptr, "PyTorch ", TORCH_VERSION, " does not say the handle of ", stream,
-              ": install torch >= 2.11.");
+  TORCH_CHECK(ask != nullptr, "PyTorch ", TORCH_VERSION, " has no handle for ", stream, ": install torch >= 2.11.");
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
   const c10::Stream before = guard.exchangeStream(stream);
   void* handle = nullptr;
   const int32_t status = ask(stream.device_index(), &handle);
   guard.exchangeStream(before);
-  TORCH_CHECK(status == 0, "PyTorch ", TORCH_VERSION, " does not say the handle of ", stream, ": status ", status, ".");
+  TORCH_CHECK(status == 0, "PyTorch ", TORCH_VERSION, " has no handle for ", stream, ": status ", status, ".");
   return handle;
 #endif
 }

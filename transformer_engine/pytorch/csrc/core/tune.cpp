@@ -1,5 +1,5 @@
-// tune, binding: notes the gemm problems that a run meets, and hands the engine's keys, candidates and choices to
-// Python (te.tune), which times them. A key is a dict of integers there, a choice 72 bytes. Nothing is timed here.
+// The binding of te.tune: notes the GEMM problems of a run, and gives the engine's keys, candidates and choices to
+// Python, which times them. In Python a key is a dict of integers, a choice 72 bytes.
 #include "core/tune.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -22,9 +22,9 @@ namespace {
 
 namespace py = pybind11;
 
-std::atomic<int64_t> tuner{0};  // the number of the thread whose products are noted
+std::atomic<int64_t> tuner{0};  // number of the thread whose GEMMs are noted
 std::mutex mutex;
-std::vector<te_gemm_key> noted;  // each once, in the order met
+std::vector<te_gemm_key> noted;  // without duplicates, in the order of their first calls
 
 // clang-format off
 #define TE_KEY_FIELDS(X)                                                                     \
@@ -103,7 +103,7 @@ bool looks_on() {
 void meet(const te_gemm_problem& problem) {
   if (!looks_on()) return;
   te_gemm_key key;
-  if (te_gemm_key_of(&problem, &key) != TE_SUCCESS) return;  // nothing to multiply
+  if (te_gemm_key_of(&problem, &key) != TE_SUCCESS) return;  // an empty GEMM
   const std::lock_guard<std::mutex> lock(mutex);
   for (const te_gemm_key& other : noted) {
     if (std::memcmp(&other, &key, sizeof key) == 0) return;

@@ -1,4 +1,4 @@
-// See group.h. torch.distributed communicates; what it is told is decided here.
+// See group.h. torch.distributed communicates.
 #include "distributed/group.h"
 
 #include <ATen/ops/empty.h>
@@ -21,18 +21,18 @@ c10::SymDimVector with_first(const Tensor& t, const c10::SymInt& first) {
   return shape;
 }
 
-// Of a collective that is awaited at once. NCCL runs it on the stream that calls it then: no other stream has to be
-// waited for, and memory that is given back behind it is used again behind it. Otherwise it has a stream of its own,
-// and keeps what it reads and writes until it is waited for.
+// The options of a collective that is awaited directly. NCCL then runs it on the calling stream, so that there is no
+// wait for another stream, and memory freed after it can be reused in order. Otherwise it runs on a stream of its own
+// and holds its tensors until it is awaited.
 template <class Options>
-Options at_once() {
+Options synchronous() {
   Options options;
   options.asyncOp = false;
   return options;
 }
 
-// Work that is queued behind everything on the current stream, and that stream behind it. Where it raises as the ranks
-// were found to differ, that is the error.
+// Makes the current stream wait for the work. If it raises after a difference between the ranks was found, that error
+// is raised instead.
 void await(c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Work>& work) {
   try {
     if (work) work->wait();
@@ -58,13 +58,13 @@ void finish(c10d::ProcessGroup& group, Start&& start) {
   await(group, begin(group, start));
 }
 
-thread_local const char *said_path = nullptr, *said_why = nullptr;
+thread_local const char *noted_path = nullptr, *noted_reason = nullptr;
 
 void note() {
-  te_note_path(said_path != nullptr ? said_path : "process group, serial",
-               said_why != nullptr ? said_why
-                                   : "tp_overlap='chunked' computes in runs while rows are on their way, under "
-                                     "sequence_parallel");
+  te_note_path(noted_path != nullptr ? noted_path : "process group, serial",
+               noted_reason != nullptr ? noted_reason
+                                       : "tp_overlap='chunked' overlaps the GEMM with the transfer, under "
+                                         "sequence_parallel");
 }
 
 void check_tensor(const Tensor& t, int64_t ranks, const char* op) {
@@ -96,16 +96,17 @@ Tensor group_exchange_meta(const Tensor& t, std::string_view, int64_t ranks) {
 
 Tensor group_sum_meta(const Tensor& t, std::string_view, int64_t) { return t.new_empty_symint(t.sym_sizes()); }
 
-// Memory for what is received: the caller's own, or pooled. The ranks have agreed by now.
-class Received {
+// Memory for received data, new or pooled. Made after the ranks have agreed.
+class ReceiveBuffer {
  public:
-  Received(at::IntArrayRef sizes, const Tensor& like, std::string_view group, ScopedBuffers* buffers, SlotKind kind)
+  ReceiveBuffer(at::IntArrayRef sizes, const Tensor& like, std::string_view group, ScopedBuffers* buffers,
+                SlotKind kind)
       : buffer_(buffers != nullptr ? &buffers->take(sizes, like.options(), group, kind) : nullptr),
         tensor_(buffer_ != nullptr ? buffer_->tensor() : at::empty(sizes, like.options())) {}
 
   Tensor& tensor() { return tensor_; }
   template <class Start>
-  void by(c10d::ProcessGroup& group, Start&& start) {
+  void receive(c10d::ProcessGroup& group, Start&& start) {
     if (tensor_.numel() == 0) return;
     if (buffer_ != nullptr) buffer_->expect();
     finish(group, start);
@@ -117,7 +118,7 @@ class Received {
   Tensor tensor_;
 };
 
-// Python's function (tensor, group, ranks, kind) -> sum.
+// The Python function (tensor, group, ranks, kind) -> sum.
 std::shared_ptr<PyObject>& symmetric_sum() {
   static auto* const function = new std::shared_ptr<PyObject>;
   return *function;
@@ -142,8 +143,8 @@ Tensor gather(const Tensor& t, std::string_view name, int64_t ranks, const char*
   check_agreement(*group, in, op);
   auto sizes = in.sizes().vec();
   sizes[0] *= ranks;
-  Received all(sizes, in, name, buffers, kind);
-  all.by(*group, [&] { return group->_allgather_base(all.tensor(), in, at_once<c10d::AllgatherOptions>()); });
+  ReceiveBuffer all(sizes, in, name, buffers, kind);
+  all.receive(*group, [&] { return group->_allgather_base(all.tensor(), in, synchronous<c10d::AllgatherOptions>()); });
   return all.tensor();
 }
 
@@ -156,21 +157,23 @@ Tensor exchange(const Tensor& t, std::string_view name, int64_t ranks, ScopedBuf
   auto sizes = in.sizes().vec();
   sizes[0] /= ranks;
   sizes.insert(sizes.begin(), ranks);
-  Received parts(sizes, in, name, buffers, SlotKind::kInbox);
-  std::vector<int64_t> whole;  // empty: equal parts
+  ReceiveBuffer parts(sizes, in, name, buffers, SlotKind::kInbox);
+  std::vector<int64_t> equal_splits;  // empty: equal parts
   Tensor flat = parts.tensor().view(in.sizes());
-  parts.by(*group, [&] { return group->alltoall_base(flat, in, whole, whole, at_once<c10d::AllToAllOptions>()); });
+  parts.receive(*group, [&] {
+    return group->alltoall_base(flat, in, equal_splits, equal_splits, synchronous<c10d::AllToAllOptions>());
+  });
   return parts.tensor();
 }
 
 }  // namespace
 
-WhySerial::WhySerial(const char* path, const char* why)
-    : outer_path_(std::exchange(said_path, path)), outer_why_(std::exchange(said_why, why)) {}
+CollectivePathNote::CollectivePathNote(const char* path, const char* reason)
+    : outer_path_(std::exchange(noted_path, path)), outer_reason_(std::exchange(noted_reason, reason)) {}
 
-WhySerial::~WhySerial() {
-  said_path = outer_path_;
-  said_why = outer_why_;
+CollectivePathNote::~CollectivePathNote() {
+  noted_path = outer_path_;
+  noted_reason = outer_reason_;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_t ranks) {
@@ -179,7 +182,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_named(std::string_view name, int64_
     group = c10d::resolve_process_group(std::string(name));
   } catch (const c10::Error&) {
     TORCH_CHECK(false, "the process group '", name,
-                "' is not there, or was destroyed; make one with torch.distributed and pass it to "
+                "' does not exist or was destroyed; make one with torch.distributed and pass it to "
                 "set_tensor_parallel_group().");
   }
   TORCH_CHECK(group->getSize() == ranks, "the process group '", name, "' has ", group->getSize(), " ranks, wanted ",
@@ -195,9 +198,9 @@ Tensor group_gather_again(const Tensor& t, const Tensor&, std::string_view group
   return gather(t, group, ranks, "group_gather_again", nullptr, SlotKind::kValues);
 }
 
-Tensor group_gather_leased(const Tensor& t, std::string_view group, int64_t ranks, bool again, ScopedBuffers& buffers,
-                           SlotKind kind) {
-  return gather(t, group, ranks, again ? "group_gather_again" : "group_gather", &buffers, kind);
+Tensor group_gather_pooled(const Tensor& t, std::string_view group, int64_t ranks, bool for_backward,
+                           ScopedBuffers& buffers, SlotKind kind) {
+  return gather(t, group, ranks, for_backward ? "group_gather_again" : "group_gather", &buffers, kind);
 }
 
 Tensor group_exchange(const Tensor& t, std::string_view group, int64_t ranks) {
@@ -208,12 +211,13 @@ Tensor group_exchange_pooled(const Tensor& t, std::string_view group, int64_t ra
   return exchange(t, group, ranks, &buffers);
 }
 
-c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks, bool aside) {
+c10::intrusive_ptr<c10d::Work> begin_group_sum(const Tensor& t, std::string_view name, int64_t ranks,
+                                               bool asynchronous) {
   const auto group = group_named(name, ranks);
   note();
   check_agreement(*group, t, "group_sum");
   std::vector<Tensor> tensors{t};
-  const auto options = aside ? c10d::AllreduceOptions() : at_once<c10d::AllreduceOptions>();
+  const auto options = asynchronous ? c10d::AllreduceOptions() : synchronous<c10d::AllreduceOptions>();
   return t.numel() > 0 ? begin(*group, [&] { return group->allreduce(tensors, options); }) : nullptr;
 }
 
@@ -229,41 +233,44 @@ Tensor group_symmetric_sum(const Tensor& t, std::string_view group, int64_t rank
   if (t.is_cpu()) {
     const Tensor out = t.clone(at::MemoryFormat::Contiguous);
     const auto found = group_named(group, ranks);
-    te_note_path("process group, serial", "kernels over symmetric memory are CUDA's");
+    te_note_path("process group, serial", "kernels over symmetric memory need CUDA");
     check_agreement(*found, t, "group_symmetric_sum");
     std::vector<Tensor> tensors{out};
-    if (t.numel() > 0) finish(*found, [&] { return found->allreduce(tensors, at_once<c10d::AllreduceOptions>()); });
+    if (t.numel() > 0) finish(*found, [&] { return found->allreduce(tensors, synchronous<c10d::AllreduceOptions>()); });
     return out;
   }
   group_named(group, ranks);
   te_note_path(kind == 1 ? "symmetric memory, one_shot" : "symmetric memory, two_shot", "");
   if (t.numel() == 0) return at::empty_like(t);
   const pybind11::gil_scoped_acquire gil;
-  TORCH_CHECK(symmetric_sum() != nullptr, "group_symmetric_sum: nobody has lent the kernels over symmetric memory.");
+  TORCH_CHECK(
+      symmetric_sum() != nullptr,
+      "group_symmetric_sum: the kernels over symmetric memory are not registered; import transformer_engine.pytorch "
+      "before the call.");
   const pybind11::object sum = pybind11::handle(symmetric_sum().get())(t, std::string(group), ranks, kind);
   return sum.cast<Tensor>();
 }
 
-void lend_symmetric_sum(PyObject* function) { symmetric_sum() = held_object(function); }
+void set_symmetric_sum(PyObject* function) { symmetric_sum() = held_object(function); }
 
 void group_amax(const Tensor& amax, const Tensor& x, std::string_view name, int64_t ranks) {
   const auto group = group_named(name, ranks);
   note();
   check_agreement(*group, x, "group_amax");
   std::vector<Tensor> tensors{amax};
-  auto largest = at_once<c10d::AllreduceOptions>();
+  auto largest = synchronous<c10d::AllreduceOptions>();
   largest.reduceOp = c10d::ReduceOp::MAX;
   finish(*group, [&] { return group->allreduce(tensors, largest); });
 }
 
-TE_OP_REGISTRATION(group, faces) {
-  faces.op("group_gather(Tensor t, str group, int ranks) -> Tensor").kernel(group_gather).meta(group_gather_meta);
-  faces.op("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor")
+TE_OP_REGISTRATION(group, ops) {
+  ops.op("group_gather(Tensor t, str group, int ranks) -> Tensor").kernel(group_gather).meta(group_gather_meta);
+  ops.op("group_gather_again(Tensor t, Tensor gradient, str group, int ranks) -> Tensor")
       .kernel(group_gather_again)
       .meta(group_gather_again_meta);
-  faces.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
-  faces.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
-  faces.op("group_symmetric_sum(Tensor t, str group, int ranks, int kind) -> Tensor")
+  ops.op("group_exchange(Tensor t, str group, int ranks) -> Tensor").kernel(group_exchange).meta(group_exchange_meta);
+  ops.op("group_sum(Tensor t, str group, int ranks) -> Tensor").kernel(group_sum).meta(group_sum_meta);
+  ops.op("group_symmetric_sum(Tensor t, str group, int ranks, int kind) -> Tensor")
       .kernel(group_symmetric_sum)
       .meta(group_symmetric_sum_meta);
 }

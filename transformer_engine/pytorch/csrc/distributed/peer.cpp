@@ -35,7 +35,7 @@ std::shared_ptr<PyObject>& timeout_error() {  // Python's CommTimeout
   return *error;
 }
 
-const char* words_of(te_comm_peer_trouble trouble) {
+const char* describe(te_comm_peer_trouble trouble) {
   switch (trouble) {
     case TE_COMM_PEER_LATE:
       return "is late";
@@ -75,10 +75,10 @@ PeerChannel::PeerChannel(std::string group, at::Device device, int64_t ranks, in
 PeerChannel::~PeerChannel() { te_comm_peer_destroy(channel_); }
 
 std::shared_ptr<PeerChannel> PeerChannel::of(std::string_view group, const at::Device& device) {
-  const at::Device here = indexed(device);
+  const at::Device indexed_device = indexed(device);
   const std::lock_guard<std::mutex> lock(known_mutex());
   for (const Known& each : known()) {
-    if (each.device == here && each.group == group) return each.channel.lock();
+    if (each.device == indexed_device && each.group == group) return each.channel.lock();
   }
   return nullptr;
 }
@@ -88,26 +88,26 @@ void PeerChannel::refuse_failed() const {
   check(te_comm_peer_failure(channel_, &info));
   if (info.trouble == TE_COMM_PEER_SOUND) return;
   const char* step = info.trouble == TE_COMM_PEER_LEFT && info.peer < 0 ? "call" : info.freeing ? "free" : "arrive";
-  std::ostringstream words;
-  words << "the tensor-parallel group '" << group_ << "' has failed: rank " << info.rank;
+  std::ostringstream text;
+  text << "the tensor-parallel group '" << group_ << "' has failed: rank " << info.rank;
   if (info.peer < 0) {
-    words << " " << words_of(info.trouble) << " in " << info.op;
+    text << " " << describe(info.trouble) << " in " << info.op;
   } else {
-    words << " waited for rank " << info.peer << ", which " << words_of(info.trouble);
-    if (info.op[0] != 0) words << ", in " << info.op;
-    if (info.other[0] != 0) words << "; rank " << info.peer << " is in " << info.other;
+    text << " waited for rank " << info.peer << ", which " << describe(info.trouble);
+    if (info.op[0] != 0) text << ", in " << info.op;
+    if (info.other[0] != 0) text << "; rank " << info.peer << " is in " << info.other;
   }
-  words << ". What was computed behind it is NaN; make a new group.";
+  text << ". Results after that are NaN; make a new group.";
   const pybind11::gil_scoped_acquire gil;
-  TORCH_CHECK(timeout_error() != nullptr, words.str());
+  TORCH_CHECK(timeout_error() != nullptr, text.str());
   const auto type = pybind11::reinterpret_borrow<pybind11::object>(timeout_error().get());
-  const pybind11::object error = type(words.str(), std::string(info.op), info.peer, info.rank, std::string(step));
+  const pybind11::object error = type(text.str(), std::string(info.op), info.peer, info.rank, std::string(step));
   PyErr_SetObject(type.ptr(), error.ptr());
   throw_python_error();
 }
 
-PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream) {
-  constexpr int32_t kEach = TE_COMM_PEER_SLOTS / 4;  // of each kind
+PeerChannel::TakenSlot PeerChannel::take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream) {
+  constexpr int32_t kEach = TE_COMM_PEER_SLOTS / 4;  // slots of each kind
   int32_t slot = kEach * int32_t(kind);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -115,8 +115,8 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
     while (slot < last && slots_[size_t(slot)].pooled) ++slot;
     TORCH_CHECK(
         slot < last, text,
-        ": all slots of its kind are taken by calls over this group that have not ended; wanted a free one: make "
-        "calls of different streams or threads follow each other, or give them groups of their own.");
+        ": all slots of its kind are in use by calls over this group that have not ended, wanted a free one; run calls "
+        "of different streams or threads one after another, or give them groups of their own.");
     slots_[size_t(slot)].pooled = true;
   }
   Slot& found = slots_[size_t(slot)];
@@ -124,9 +124,10 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
     if (!found.memory || int64_t(found.memory.nbytes()) < bytes) {
       int32_t capturing = 0;
       if (!device_.is_cpu()) check(te_comm_is_captured(stream, &capturing));
-      TORCH_CHECK(!capturing, text, ": ", bytes,
-                  " bytes that the ranks share cannot be made while a graph is captured; run the same call once before "
-                  "the capture (initialize_ub reserves for groups whose ranks have not met yet).");
+      TORCH_CHECK(
+          !capturing, text, ": ", bytes,
+          " bytes of shared memory cannot be allocated during a graph capture; run the same call once before the "
+          "capture, or reserve the bytes with initialize_ub.");
       grow(slot, bytes, text);
     }
   } catch (...) {
@@ -139,8 +140,8 @@ PeerChannel::Taken PeerChannel::take(SlotKind kind, int64_t bytes, const std::st
 void PeerChannel::grow(int32_t slot, int64_t bytes, const std::string& text) {
   Slot& found = slots_[size_t(slot)];
   const pybind11::gil_scoped_acquire gil;
-  const pybind11::object made = pybind11::reinterpret_borrow<pybind11::object>(grow_.get())(slot, bytes, text);
-  const auto parts = made.cast<pybind11::tuple>();
+  const pybind11::object grown = pybind11::reinterpret_borrow<pybind11::object>(grow_.get())(slot, bytes, text);
+  const auto parts = grown.cast<pybind11::tuple>();
   const auto own = parts[0].cast<Tensor>();
   const auto addresses = parts[1].cast<std::vector<int64_t>>();
   TORCH_CHECK(int64_t(addresses.size()) == ranks_ && int64_t(own.nbytes()) >= bytes, "PeerChannel: got memory of ",
@@ -150,7 +151,7 @@ void PeerChannel::grow(int32_t slot, int64_t bytes, const std::string& text) {
   for (const int64_t address : addresses) pointers.push_back(reinterpret_cast<void*>(address));
   check(te_comm_peer_slot(channel_, slot, pointers.data(), own.nbytes()));
   if (found.kept) outgrown_.push_back(found.kept);
-  found.kept = held_object(made.ptr());
+  found.kept = held_object(grown.ptr());
   found.memory = pooled_storage(own);
 }
 
@@ -163,7 +164,7 @@ void PeerChannel::reserve(SlotKind kind, int64_t bytes) {
   if (bytes > 0) give_back(take(kind, bytes, "initialize_ub", nullptr).slot);
 }
 
-bool PeerChannel::may_end() const {
+bool PeerChannel::can_close() const {
   int32_t idle = 0;
   te_comm_peer_failure_info info;
   check(te_comm_peer_idle(channel_, &idle));
@@ -197,7 +198,7 @@ PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const st
 PeerCall::~PeerCall() {
   try {
     end({});
-  } catch (...) {  // of a stream that has failed
+  } catch (...) {  // the stream has failed
   }
   if (ended_) return;
   te_comm_peer_join(channel_->get(), taken_.slot, stream());
@@ -207,12 +208,12 @@ PeerCall::~PeerCall() {
 
 void PeerCall::end(const Tensor& t) {
   if (ended_ || !complete()) return;
-  const te_stream here = stream();
-  check(te_comm_peer_join(channel_->get(), taken_.slot, here));
+  const te_stream current = stream();
+  check(te_comm_peer_join(channel_->get(), taken_.slot, current));
   if (tensor_.numel() > 0) fill_returned(taken_.memory, tensor_.options());
   const size_t bytes = t.defined() ? t.nbytes() : 0;
   check(te_comm_peer_done(channel_->get(), taken_.slot, TE_COMM_PEER_OTHERS, bytes > 0 ? t.data_ptr() : nullptr, bytes,
-                          here));
+                          current));
   ended_ = true;
   channel_->give_back(taken_.slot);
 }
@@ -289,13 +290,14 @@ void register_peer(pybind11::module_& m) {
   py::class_<PeerChannel, std::shared_ptr<PeerChannel>>(m, "PeerChannel")
       .def(py::init([](const std::string& group, const at::Device& device, int64_t ranks, int64_t rank,
                        const Tensor& words, double timeout_s, const py::function& grow, const std::string& kind) {
-             auto made = std::make_shared<PeerChannel>(group, device, ranks, rank, words, timeout_s, grow.ptr(), kind);
+             auto channel =
+                 std::make_shared<PeerChannel>(group, device, ranks, rank, words, timeout_s, grow.ptr(), kind);
              const std::lock_guard<std::mutex> lock(known_mutex());
              std::erase_if(known(), [&](const Known& each) {
-               return each.channel.expired() || (each.group == group && each.device == made->device());
+               return each.channel.expired() || (each.group == group && each.device == channel->device());
              });
-             known().push_back({group, made->device(), made});
-             return made;
+             known().push_back({group, channel->device(), channel});
+             return channel;
            }),
            py::arg("group"), py::arg("device"), py::arg("ranks"), py::arg("rank"), py::arg("words"),
            py::arg("timeout_s"), py::arg("grow"), py::arg("kind") = "")
@@ -310,7 +312,7 @@ void register_peer(pybind11::module_& m) {
           },
           "For what layers gather, and for what they add up.")
       .def_property_readonly("calls", &PeerChannel::calls)
-      .def("may_end", &PeerChannel::may_end)
+      .def("can_close", &PeerChannel::can_close)
       .def("usage", [](const PeerChannel& c) {
         const PeerChannel::Usage found = c.usage();
         return py::make_tuple(found.bytes, found.slots, found.pooled);
@@ -358,7 +360,8 @@ void register_peer(pybind11::module_& m) {
           } else if (const auto count = counts.find(name); count != counts.end()) {
             *count->second = int32_t(value);
           } else {
-            TORCH_CHECK_VALUE(false, "lend_comm_costs: there is no cost '", name, "'.");
+            TORCH_CHECK_VALUE(false, "lend_comm_costs: argument 'costs' has '", name,
+                              "', wanted names of te_comm_costs.");
           }
         }
         check(te_comm_lend_costs(kind.c_str(), &costs));

@@ -1,6 +1,6 @@
 // A channel to the other ranks of a group on this machine (transformer_engine/comm_peer.h), found by the group's name
-// and a device, and a call's slot of it. Python makes channels (distributed/peer.py) and grows their slots; what is
-// pushed when is layer/tp_comm_peer.h's.
+// and a device, and calls over its slots. Python creates channels (distributed/peer.py) and grows their slots;
+// layer/tp_comm_peer.h decides what is pushed when.
 #pragma once
 
 #include <Python.h>
@@ -23,16 +23,16 @@ namespace te_torch {
 
 class PeerChannel {
  public:
-  // words: uint8 on the CPU, te_comm_peer_bytes() of them. grow: (slot, bytes, text) -> (this rank's memory, every
-  // rank's address as this rank sees it, what keeps these). kind: of every rank's device, by whose costs plans are
-  // made; empty where they differ. The GIL is held.
+  // words: te_comm_peer_bytes() uint8 on the CPU. grow: (slot, bytes, text) -> (this rank's memory, the address of
+  // every rank's memory in this process, an owner of these). kind: the model of all ranks' devices, whose costs plans
+  // use; empty where they differ. Requires the GIL.
   PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words, double timeout_s,
               PyObject* grow, const std::string& kind);
   ~PeerChannel();
   PeerChannel(const PeerChannel&) = delete;
   PeerChannel& operator=(const PeerChannel&) = delete;
 
-  // Null where nobody has made one.
+  // Null where there is none.
   static std::shared_ptr<PeerChannel> of(std::string_view group, const at::Device& device);
 
   int64_t ranks() const { return ranks_; }
@@ -43,16 +43,16 @@ class PeerChannel {
   const te_comm_costs& costs() const { return costs_; }
   RunStreams* streams() const { return streams_.get(); }  // null on the CPU
 
-  // CommTimeout where the channel has failed.
+  // Raises CommTimeout where the channel has failed.
   void refuse_failed() const;
-  // Memory of a slot of this kind that no call has, and its number.
-  struct Taken {
+  // A free slot of this kind, in use until give_back().
+  struct TakenSlot {
     int32_t slot;
     c10::Storage memory;
   };
-  Taken take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream);
+  TakenSlot take(SlotKind kind, int64_t bytes, const std::string& text, te_stream stream);
   void give_back(int32_t slot);
-  // As if a call of this kind had wanted so many bytes.
+  // Grows a slot of this kind as a call of this size would.
   void reserve(SlotKind kind, int64_t bytes);
 
   struct Usage {
@@ -60,11 +60,11 @@ class PeerChannel {
   };
   Usage usage() const;
 
-  // Calls that were begun, captured ones among them.
+  // Number of calls that were begun, captured ones included.
   int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   void count_call() { calls_.fetch_add(1, std::memory_order_relaxed); }
-  // Nothing is under way, nothing was captured, and no peer is known to push late: its memory may go.
-  bool may_end() const;
+  // Whether its memory may be freed: nothing runs, nothing was captured, and no peer can still push.
+  bool can_close() const;
 
  private:
   struct Slot {
@@ -85,14 +85,14 @@ class PeerChannel {
   std::atomic<int64_t> calls_{0};
   mutable std::mutex mutex_;
   std::array<Slot, TE_COMM_PEER_SLOTS> slots_;
-  std::vector<std::shared_ptr<PyObject>> outgrown_;  // graphs may have been captured over it
+  std::vector<std::shared_ptr<PyObject>> outgrown_;  // held, as captured graphs may use them
 };
 
-// A call at a slot, from its first push to its last reader; its end gives the slot back to the peers. One that ends
-// before every rank was waited for fails the channel.
+// A call over a slot, from its first push to its last reader. Its end returns the slot to the peers. A call that ends
+// before it has waited for every rank fails the channel.
 class PeerCall {
  public:
-  // text: what every rank does, in the same words. sizes: of the slot, in `options`.
+  // text: describes the call, equal on all ranks. sizes, options: of the slot.
   PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
            const at::TensorOptions& options);
   ~PeerCall();
@@ -101,35 +101,34 @@ class PeerCall {
 
   const Tensor& slot() const { return tensor_; }
   PeerChannel& channel() const { return *channel_; }
-  // What is pushed behind comes behind what is enqueued here so far.
+  // Orders later pushes after the work of this stream so far.
   void follow();
-  // rows, dense, into `to`'s slot from its byte `offset` on. They are kept until the call's end.
+  // Pushes dense rows into the slot of rank `to`, from byte `offset` on. Holds them until the end of the call.
   void push(int64_t to, int64_t offset, const Tensor& rows);
   void signal(int64_t to);
-  // `mine`, dense, to every rank's slot, behind what is enqueued here so far.
+  // Pushes the dense `mine` to every rank's slot, after the work of this stream so far.
   void gather(const Tensor& mine);
-  // For what `from` pushes; for this rank's own rows in its slot.
+  // Waits for the pushes of rank `from`, or for this rank's own rows in its slot.
   void wait(int64_t from);
   void wait_for_others();
-  bool complete() const { return waited_ == channel_->ranks() - 1; }  // all others were waited for
-  // The slot has been read for the last time: it is the peers' again, and t is NaN if the channel has failed by then.
-  // Nothing where not all others were waited for.
+  bool complete() const { return waited_ == channel_->ranks() - 1; }  // whether all others were waited for
+  // After the last read: returns the slot to the peers, and fills t with NaN if the channel has failed by then. Does
+  // nothing unless complete().
   void end(const Tensor& t);
-  void poison(const Tensor& t) const;  // NaN if the channel has failed by then
+  void poison(const Tensor& t) const;  // fills t with NaN if the channel has failed by then
 
  private:
   te_stream stream() const;
 
   std::shared_ptr<PeerChannel> channel_;
-  PeerChannel::Taken taken_;
+  PeerChannel::TakenSlot taken_;
   Tensor tensor_;
   std::vector<Tensor> sources_;
   int64_t waited_ = 0;
   bool ended_ = false;
 };
 
-// Every rank's t, one behind the other, in a slot until `buffers` end: all of it, in one piece, on its way from the
-// start. To be waited for.
+// Gathers every rank's t into a slot that lives as long as `buffers`. The pushes start at once; wait() completes it.
 class PeerGathering {
  public:
   PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor& t, SlotKind kind, ScopedBuffers& buffers);
@@ -139,7 +138,7 @@ class PeerGathering {
   Tensor wait();
 
  private:
-  std::shared_ptr<PeerCall> call_;  // null: there is nothing to wait for
+  std::shared_ptr<PeerCall> call_;  // null where there is nothing to wait for
   Tensor all_;
 };
 

@@ -125,7 +125,7 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
     return false;
   }
   if (plan.grouped) {
-    const probe::Because because(kListAtOnce);
+    const probe::PathReason because(kListAtOnce);
     const Tensor offsets = grouped_offsets_of(counts, rows);
     std::vector<Tensor> matrices;
     matrices.reserve(weights.size());
@@ -224,7 +224,7 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
     return false;
   }
   if (plan.grouped) {
-    const probe::Because because(kListAtOnce);
+    const probe::PathReason because(kListAtOnce);
     std::vector<int64_t> how;
     std::vector<Tensor> results;
     for (size_t g = 0; g < groups.size(); ++g) {

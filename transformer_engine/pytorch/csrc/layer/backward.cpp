@@ -165,7 +165,7 @@ bool LayerBackward::begins_wgrad_first() const {
 
 PendingResult LayerBackward::input_gradient() {
   const LayerConfig& config = args_.config;
-  const probe::Because told(why_override(config.quantization.get()));
+  const probe::PathReason told(why_override(config.quantization.get()));
   WeightSet weights{kept_operands(args_.saved, saved_name(args_.layer_idx, kWeight)), {}};
   for (Operand& weight : weights.weights) {  // a parameter whose FP8 copy served under autocast was not cast
     if (!weight.quantized() && weight.plain.scalar_type() != args_.dtype) weight.plain = weight.plain.to(args_.dtype);
@@ -200,7 +200,7 @@ WeightGrads LayerBackward::weight_gradients(const CommOp* arrived) {
   const LayerConfig& config = args_.config;
   std::optional<GatheredWgrad::Loan> loan;
   if (wgrad_.divided != nullptr) loan.emplace(std::move(wgrad_.divided), arrived);
-  const probe::Because told(why_override(config.quantization.get()));
+  const probe::PathReason told(why_override(config.quantization.get()));
   return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), args_.wanted.bias)
                                  : wgrad_.task->compute(dispatch_, args_.wanted.bias);
 }

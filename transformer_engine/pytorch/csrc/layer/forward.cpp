@@ -1,7 +1,7 @@
 // The forward of a layer and of a chain (layer.h).
 #include <algorithm>
 
-#include "autograd/rows_behind.h"
+#include "autograd/trailing_rows.h"
 #include "distributed/agreement.h"
 #include "gemm/linear_core.h"
 #include "layer/layer_gemm.h"
@@ -23,19 +23,19 @@ bool may_be_recomputed(const LayerConfig& config) {
 
 // Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
 // one's block; all, where a quantizer written in Python does it.
-int64_t rows_behind_of(const ProductQuantization* q) {
+int64_t trailing_rows_of(const ProductQuantization* q) {
   if (q == nullptr || !q->x.active() || reads_high_precision(q)) return 0;
   if (q->x.spec.kind == QuantizeSpec::kPython) return kAllRows;
   return q->x.spec.scaling() == TE_SCALING_TENSOR ? 0 : 127;
 }
 
-int64_t rows_behind_of(const LayerConfigs& layers, const NamedTensors& arguments) {
+int64_t trailing_rows_of(const LayerConfigs& layers, const NamedTensors& arguments) {
   int64_t rows = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     const bool input_recomputed = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
     if (layers[i].operand != SaveMode::kRecompute && !input_recomputed) continue;
     for (size_t w = 0; w < arguments.list(weight_of(i)).size(); ++w) {
-      rows = std::max(rows, rows_behind_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
+      rows = std::max(rows, trailing_rows_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
     }
   }
   return rows;
@@ -216,7 +216,7 @@ variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorLis
     if (i > 0) config.input = policy.decide(config.prologue->input_info(), config.input);
   }
 
-  const RowsBehind behind(rows_behind_of(state.layers, arguments));
+  const TrailingRows trailing(trailing_rows_of(state.layers, arguments));
   const OptionalTensor none;
   const OptionalTensor residual = arguments.optional(kResidual), gamma = arguments.optional(kGamma),
                        beta = arguments.optional(kBeta);

@@ -63,7 +63,7 @@ class DeviceWeightProduct final : public WgradTask {
         splits_(std::move(splits)) {}
 
   WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
-    const probe::Because because(why_of(listed()));
+    const probe::PathReason because(why_of(listed()));
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(dispatch) : plain_gradients(dispatch);
     grads.weights.assign(weights.begin(), weights.end());
@@ -93,7 +93,7 @@ class DeviceWeightProduct final : public WgradTask {
 
  private:
   void add_together(const DispatchMode& dispatch, at::ArrayRef<WeightTarget> targets) const {
-    const probe::Because because(why_of(listed()));
+    const probe::PathReason because(why_of(listed()));
     for (const std::vector<int64_t>& how : rounds_of(targets, listed())) {
       std::vector<Tensor> list;
       for (size_t g = 0; g < how.size(); ++g) {
@@ -230,7 +230,7 @@ class DeviceGroups final : public GemmPolicy {
 
   Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const probe::Because because(why_of(listed()));
+    const probe::PathReason because(why_of(listed()));
     check_apart(grouping_.out, "out", x);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
     if (x.quantized() && all_quantized(w)) {
@@ -262,7 +262,7 @@ class DeviceGroups final : public GemmPolicy {
 
   Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const probe::Because because(why_of(listed()));
+    const probe::PathReason because(why_of(listed()));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
     if (dy.quantized() && all_quantized(w)) {

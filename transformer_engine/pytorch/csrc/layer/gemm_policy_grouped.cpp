@@ -28,7 +28,7 @@ class ListOneByOne {
   }
 
  private:
-  std::optional<probe::Because> told_;
+  std::optional<probe::PathReason> told_;
 };
 
 // Of one whose plain rows are a matrix. A group alone was kept without being one of several.

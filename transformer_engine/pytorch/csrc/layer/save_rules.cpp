@@ -34,7 +34,7 @@ struct SaveRule {
 }  // namespace
 
 SavedInfo saved_info(SavedInfo info, const ProductQuantization* q) {
-  if (const char* why = why_override(q)) info.why = why;
+  if (const char* why = why_override(q)) info.reason = why;
   return info;
 }
 

@@ -71,7 +71,7 @@ class Coming {
       ScopedBuffers& held = kept_ ? *own_ : *buffers;
       on_its_way_ = Direct::call<begin_peer_gather>("te::peer_gather", std::move(channel), t, kind, held);
     } else if (buffers != nullptr && dispatch.direct()) {
-      there_ = Direct::call<group_gather_leased>(again ? "te::group_gather_again" : "te::group_gather", t, name, ranks,
+      there_ = Direct::call<group_gather_pooled>(again ? "te::group_gather_again" : "te::group_gather", t, name, ranks,
                                                  again, *buffers, kind);
     } else if (again) {
       there_ = dispatch.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
@@ -103,8 +103,8 @@ class Gathering final : public GatherFuture {
         columnwise_(columnwise),
         behind_(behind),
         directions_(usage) {
-    const WhySerial told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
-                         behind != nullptr ? why_values(*behind) : tp_comm.why_serial());
+    const CollectivePathNote told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
+                                  behind != nullptr ? why_values(*behind) : tp_comm.why_serial());
     const auto coming = [&](const Tensor& t, bool put_together, SlotKind kind) {
       return Coming(dispatch, tp_comm, t, rows_ * ranks_, gradient, put_together ? &own_ : buffers, kind);
     };
@@ -173,7 +173,7 @@ class GroupTransfer final : public CommOp {
   void store_chunk(const Rows*, const Tensor& result) override {
     result_ = result;
     if (!adds_up_) return;
-    const WhySerial told(nullptr, why_serial_);
+    const CollectivePathNote told(nullptr, why_serial_);
     if (parallel_.sequence) {
       const std::string_view name(group_);
       ScopedBuffers buffers;  // the sum is what goes on
@@ -267,7 +267,7 @@ QuantizeAt GroupTPComm::quantize_at(const DispatchMode& dispatch, Pass pass, con
 }
 
 Operand GroupTPComm::quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const {
-  const WhySerial told(nullptr, why_serial());
+  const CollectivePathNote told(nullptr, why_serial());
   const Tensor amax = Direct::call<quantize_amax>("te::quantize_amax", x);
   Direct::call<group_amax>("te::group_amax", amax, x, std::string_view(group_), parallel_.ranks);
   int64_t rows = 1;
@@ -374,7 +374,7 @@ void register_tp_comm_group(pybind11::module_& m) {
                              [](const GroupTPComm& e) { return e.parallel().overlap != Parallel::kSerial; })
       .def_property_readonly("spec", [](const GroupTPComm& e) { return e.parallel().pack(); })
       .def_property_readonly("group", &GroupTPComm::group);
-  m.def("set_symmetric_sum", [](const py::function& function) { lend_symmetric_sum(function.ptr()); });
+  m.def("set_symmetric_sum", [](const py::function& function) { set_symmetric_sum(function.ptr()); });
 }
 
 }  // namespace te_torch

@@ -1,4 +1,5 @@
-// activation, binding: kernel wrappers, schemas, Meta functions, the autograd node. No formula is repeated here.
+// The binding of the activation ops: kernel wrappers, schemas, Meta functions, the autograd node. The engine has the
+// formulas.
 #include "ops/activation.h"
 
 #include <ATen/autocast_mode.h>
@@ -66,22 +67,22 @@ struct ActivationFamily {
   };
   enum Saved { kInput };
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& x, std::string_view kind,
                                at::ArrayRef<double> params) {
     state.kind = std::string(kind);
     state.params = params.vec();
     save.keep(kInput, x, {"activation input", "the derivative is taken of it", kCallers, true});
-    return {DispatchMode::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
+    return {Mode::template call<activation_fwd>("te::activation_fwd", x, kind, params)};
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    return {std::get<0>(DispatchMode::template call<activation_bwd>("te::activation_bwd", grads[0], saved[kInput],
-                                                                    std::string_view(state.kind),
-                                                                    at::ArrayRef<double>(state.params), false))};
+    return {std::get<0>(Mode::template call<activation_bwd>("te::activation_bwd", grads[0], saved[kInput],
+                                                            std::string_view(state.kind),
+                                                            at::ArrayRef<double>(state.params), false))};
   }
 };
 
@@ -94,12 +95,12 @@ Tensor activation_dispatched(const Tensor& x, std::string_view kind, at::ArrayRe
 }
 
 Tensor activation_autocast(const Tensor& x, std::string_view kind, at::ArrayRef<double> params) {
-  const Tensor input = autocast(x);  // before autocast is excluded
+  const Tensor input = autocast(x);  // casts before autocast is excluded
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return Dispatched::call<activation_autograd>("te::activation", input, kind, params);
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensor activation(const Tensor& x, const std::string& kind, const std::vector<double>& params) {
   if (must_dispatch({&x}))
     return Dispatched::call<activation_autograd>("te::activation", x, std::string_view(kind),
@@ -135,24 +136,24 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std
   return {dx, y};
 }
 
-TE_OP_REGISTRATION(activation, faces) {
-  faces.op("activation_fwd(Tensor x, str kind, float[] params) -> Tensor")
+TE_OP_REGISTRATION(activation, ops) {
+  ops.op("activation_fwd(Tensor x, str kind, float[] params) -> Tensor")
       .kernel(activation_fwd)
       .meta(activation_fwd_meta)
       .python([](const Tensor& x, const std::string& kind, const std::vector<double>& params) {
         return activation_fwd(x, kind, params);
       });
-  faces.op("activation_bwd(Tensor dy, Tensor x, str kind, float[] params, bool emit) -> (Tensor, Tensor)")
+  ops.op("activation_bwd(Tensor dy, Tensor x, str kind, float[] params, bool emit) -> (Tensor, Tensor)")
       .kernel(activation_bwd)
       .meta(activation_bwd_meta)
       .python([](const Tensor& dy, const Tensor& x, const std::string& kind, const std::vector<double>& params,
                  bool emit) { return activation_bwd(dy, x, kind, params, emit); });
-  faces.op("activation(Tensor x, str kind, float[] params) -> Tensor")
+  ops.op("activation(Tensor x, str kind, float[] params) -> Tensor")
       .composite(activation_dispatched)
       .autograd(activation_autograd)
       .autocast(activation_autocast)
       .python(activation);
-  faces.python("activation_kinds", [] {
+  ops.python("activation_kinds", [] {
     std::vector<std::tuple<std::string, bool>> kinds;
     for (int k = 0; k < te_activation_count(); ++k)
       kinds.emplace_back(te_activation_name(k), te_activation_is_gated(k));

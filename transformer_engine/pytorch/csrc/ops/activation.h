@@ -1,4 +1,4 @@
-// activation, kernel wrappers that other bindings call.
+// Kernel wrappers of the activation ops, for other bindings.
 #pragma once
 
 #include <transformer_engine/activation.h>
@@ -10,23 +10,23 @@ namespace te_torch {
 // y = act(x) or act(a) * b; params are (limit, alpha, glu_linear_offset) of clamped_swiglu, or empty for the defaults.
 Tensor activation_fwd(const Tensor& x, std::string_view kind, at::ArrayRef<double> params);
 
-// (dx, y): y is the forward's output again when emit, else an empty tensor.
+// (dx, y). y: the recomputed output of the forward with emit, else an empty tensor.
 std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
                                           at::ArrayRef<double> params, bool emit);
 
-// The activation straight to FP8: the bytes of quantize(activation_fwd(x)), without the tensor between them.
+// The activation with an FP8 output: the bytes of quantize(activation_fwd(x)), without the intermediate tensor.
 Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
                                   const Quantizer& quantizer, QuantizeUsage usage);
 
-// (dx, y) in FP8: dx by its quantizer, with the sums of its columns where dbias is not NULL; y, the forward's output
-// again, by the scale it was quantized with before (see quantize_again), where y_directions want it.
+// (dx, y) in FP8. dx: by its quantizer; dbias gets its column sums if it is not null. y: the recomputed output of the
+// forward in y_directions, with the scale of its earlier quantization (see quantize_again).
 std::pair<Quantized, Quantized> activation_bwd_quantize(const Tensor& dy, const Tensor& x, std::string_view kind,
                                                         at::ArrayRef<double> params, const Quantizer& dx_quantizer,
                                                         QuantizeUsage dx_directions, Tensor* dbias,
                                                         const QuantizeSpec& y_spec, const Tensor& y_used_scales,
                                                         QuantizeUsage y_directions);
 
-// What the files of this binding share.
+// Shared by the files of this binding.
 struct ActivationKind {
   int number;
   bool gated;

@@ -1,5 +1,5 @@
-// comm, binding: kernel wrappers, schemas and Meta functions of the ordered sum and the interleave. They are called
-// inside nodes and have no autograd of their own.
+// The binding of the ordered sum and the interleave: kernel wrappers, schemas and Meta functions. Nodes call them; they
+// have no derivative.
 #include "ops/comm.h"
 
 #include <ATen/ops/empty.h>
@@ -28,7 +28,7 @@ Tensor comm_ordered_sum_meta(const Tensor& partials, const OptionalTensor& bias)
   return partials.new_empty_symint(partials.sym_sizes().slice(1));
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensor ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   if (!must_dispatch({&partials, pointer_to(bias)})) return comm_ordered_sum(partials, bias);
   return Dispatched::call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias);
@@ -55,13 +55,13 @@ Tensor comm_interleave_meta(const Tensor& shards) {
   return at::empty_strided_symint({rows, cols}, {pitch.max(1), 1}, shards.options());
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensor interleave(const Tensor& shards) {
   if (!must_dispatch({&shards})) return comm_interleave(shards);
   return Dispatched::call<comm_interleave>("te::comm_interleave", shards);
 }
 
-// Rows whose elements lie densely, each with memory of its own.
+// Dense rows that do not share memory.
 Tensor dense_rows(const Tensor& t) {
   const bool dense = t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1;
   const bool apart = t.size(1) <= 1 || t.stride(1) >= t.size(2);
@@ -109,12 +109,12 @@ Tensor comm_ordered_sum(const Tensor& partials, const OptionalTensor& bias) {
   return out;
 }
 
-TE_OP_REGISTRATION(comm, faces) {
-  faces.op("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor")
+TE_OP_REGISTRATION(comm, ops) {
+  ops.op("comm_ordered_sum(Tensor partials, Tensor? bias) -> Tensor")
       .kernel(comm_ordered_sum)
       .meta(comm_ordered_sum_meta)
       .python(ordered_sum);
-  faces.op("comm_interleave(Tensor shards) -> Tensor")
+  ops.op("comm_interleave(Tensor shards) -> Tensor")
       .kernel(comm_interleave)
       .meta(comm_interleave_meta)
       .python(interleave);

@@ -1,5 +1,6 @@
-// cross_entropy, binding. In eager mode the gradient is made in forward, over the logits, whose version moves so that
-// whoever kept them for a backward notices; what is traced gets it in memory of its own, by te::cross_entropy_fwd.
+// The binding of cross entropy. In eager mode the forward overwrites the logits with their gradient and increments
+// their version, so that a node that has saved them raises. Traced calls get the gradient as a new tensor, by
+// te::cross_entropy_fwd.
 #include "ops/cross_entropy.h"
 
 #include <ATen/ops/empty.h>
@@ -19,20 +20,20 @@ namespace te_torch {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr SavedInfo kLogitsGradient{"gradient of the logits", "the backward hands it out",
-                                    "the logits' own memory, which it lies in"};
+constexpr SavedInfo kLogitsGradient{"gradient of the logits", "the backward returns it",
+                                    "the memory of the logits, which it overwrites"};
 
 void check_logits(const Tensor& logits, const Tensor& target, const LossOptions& options) {
   check_float(logits, kOp, "logits");
   TORCH_CHECK_VALUE(logits.dim() >= 1, kOp, ": argument 'logits' has no dimensions, wanted [..., classes].");
   TORCH_CHECK_VALUE(logits.is_contiguous(), kOp, ": argument 'logits' has strides ", logits.sym_strides(), " of shape ",
                     logits.sym_sizes(),
-                    ", wanted contiguous ones: the gradient is written over them; pass logits.contiguous().");
+                    ", wanted contiguous logits, as the gradient overwrites them; pass logits.contiguous().");
   check_loss(kOp, logits.sym_sizes().slice(0, logits.dim() - 1), logits.sym_size(-1), logits, target, options);
 }
 
-// Which memory of logits holds a gradient: of each storage the bytes, and the version that they have had since. What
-// anyone else writes to the storage moves that, and it may be logits again.
+// Remembers logits that hold a gradient: byte ranges by storage, with the version of the tensor since then. Any other
+// write to the storage increments the version, after which it may hold logits.
 class GradientsOverLogits {
  public:
   void check(const Tensor& logits) {
@@ -40,15 +41,15 @@ class GradientsOverLogits {
     const std::scoped_lock lock(mutex_);
     const auto found = marks_.find(storage_of(logits));
     if (found == marks_.end() || found->second.version != logits._version()) return;
-    const Range here = range_of(logits);
+    const Range range = range_of(logits);
     for (const Range& held : found->second.held) {
-      TORCH_CHECK(here.begin >= held.end || held.begin >= here.end, kOp,
-                  ": argument 'logits' holds the gradient of an earlier loss, which was written over the logits; "
+      TORCH_CHECK(range.begin >= held.end || held.begin >= range.end, kOp,
+                  ": argument 'logits' holds the gradient of an earlier loss, which has overwritten the logits; "
                   "compute the logits again, or pass each loss a clone().");
     }
   }
 
-  // A gradient was written over logits, of which nobody was told yet.
+  // Called after a gradient has overwritten logits; increments their version.
   void write(const Tensor& logits) {
     if (!has_version(logits)) return;
     const std::scoped_lock lock(mutex_);
@@ -61,8 +62,8 @@ class GradientsOverLogits {
     mark.version = logits._version();
   }
 
-  // The same gradient was scaled.
-  void write_again(const Tensor& gradient) {
+  // Called after such a gradient was scaled in place.
+  void update(const Tensor& gradient) {
     if (!has_version(gradient)) return;
     const std::scoped_lock lock(mutex_);
     const auto found = marks_.find(storage_of(gradient));
@@ -78,7 +79,7 @@ class GradientsOverLogits {
   struct Mark {
     explicit Mark(const Tensor& t) : storage(t.storage().getWeakStorageImpl()), version(t._version()) {}
 
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as it is here, no other one has that address
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // keeps the address from being reused
     int64_t version;
     std::vector<Range> held;
   };
@@ -101,7 +102,7 @@ GradientsOverLogits& gradients_over_logits() {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-// (loss, logits with the gradient in them, the mean's 1 / n or empty).
+// (loss, logits overwritten with their gradient, the mean's 1 / n or an empty tensor).
 Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions& options, bool gradient) {
   const RankErrorGuard guard(options.asking_group(), logits, kOp);
   check_logits(logits, target, options);
@@ -126,7 +127,7 @@ LossOptions options_of(double label_smoothing, bool reduce_loss, int64_t ignore_
   return {label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
 }
 
-// Functional: the logits stay as they are.
+// The functional form: the logits are not changed.
 Three cross_entropy_fwd(const Tensor& logits, const Tensor& target, double label_smoothing, bool reduce_loss,
                         int64_t ignore_idx, std::string_view group, int64_t ranks, bool gradient) {
   const LossOptions options = options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks);
@@ -154,32 +155,32 @@ struct CrossEntropyFamily {
   };
   enum Saved { kGradient, kInverse };
 
-  template <class DispatchMode, class... Args>
-  static Three made(const Tensor& logits, const Tensor& target, const Args&... options) {
-    if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
-      return DispatchMode::template call<cross_entropy_fwd>("te::cross_entropy_fwd", logits, target, options..., true);
+  template <class Mode, class... Args>
+  static Three compute(const Tensor& logits, const Tensor& target, const Args&... options) {
+    if constexpr (std::is_same_v<Mode, Dispatched>) {
+      return Mode::template call<cross_entropy_fwd>("te::cross_entropy_fwd", logits, target, options..., true);
     } else {
       return over_logits(logits, target, options_of(options...), true);
     }
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list forward(State&, SaveContext& save, const Tensor& logits, const Tensor& target,
                                double label_smoothing, bool reduce_loss, int64_t ignore_idx, std::string_view group,
                                int64_t ranks) {
     const auto [loss, grad, inverse] =
-        made<DispatchMode>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
+        compute<Mode>(logits, target, label_smoothing, reduce_loss, ignore_idx, group, ranks);
     save.keep(kGradient, grad, kLogitsGradient);
     if (reduce_loss && scales_late(logits)) save.keep(kInverse, inverse, kLossCount);
     return {loss};
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    if constexpr (std::is_same_v<DispatchMode, Direct>) state.once.pass(kOp);
-    return {scaled<DispatchMode>(saved[kGradient], grads[0], saved.optional(kInverse))};
+    if constexpr (std::is_same_v<Mode, Direct>) state.once.pass(kOp);
+    return {scaled<Mode>(saved[kGradient], grads[0], saved.optional(kInverse))};
   }
 };
 
@@ -195,7 +196,7 @@ Tensor cross_entropy_dispatched(const Tensor& logits, const Tensor& target, doub
                                                          reduce_loss, ignore_idx, group, ranks, false));
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensor cross_entropy(const Tensor& logits, const Tensor& target, double label_smoothing, bool reduce_loss,
                      int64_t ignore_idx, const std::string& name, int64_t ranks) {
   const std::string_view group(name);
@@ -221,7 +222,7 @@ te_cross_entropy_plan plan_of(const Tensor& logits, const Tensor& target, const 
   return plan;
 }
 
-// Of every rank, in their order; undefined where this one has all classes.
+// Gathered from all ranks in their order; undefined where this rank has all classes.
 Tensor statistics_of_all(te_cross_entropy_plan& plan, const Tensor& logits, const LossOptions& options) {
   if (options.ranks == 1) return {};
   const auto group = group_named(options.group, options.ranks);
@@ -291,7 +292,7 @@ void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale
   check_memory(grad, kOp, "grad");
   const Tensor rows = grad.dim() > 1 ? grad.view({-1, grad.size(-1)}) : grad.view({1, -1});
   Direct::call<scale_rows>("te::cross_entropy_bwd", rows, dloss.resolve_neg().contiguous().view({-1}), scale);
-  gradients_over_logits().write_again(grad);
+  gradients_over_logits().update(grad);
 }
 
 Tensor cross_entropy_bwd(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
@@ -308,20 +309,20 @@ Tensor cross_entropy_bwd_meta(const Tensor& grad, const Tensor&, const OptionalT
 
 void OnceGuard::pass(const char* op) const {
   TORCH_CHECK(!passed_->exchange(true), op,
-              ": a second backward through the same loss: the first one has scaled its gradient where it lies; compute "
-              "the loss again, or use torch.nn.functional.cross_entropy where a graph is retained.");
+              ": a second backward through the same loss: the first one has scaled the gradient in place; compute the "
+              "loss again, or use torch.nn.functional.cross_entropy to retain a graph.");
 }
 
 #define TE_LOSS "float label_smoothing, bool reduce_loss, int ignore_idx, str group, int ranks"
 
-TE_OP_REGISTRATION(cross_entropy, faces) {
-  faces.op("cross_entropy_fwd(Tensor logits, Tensor target, " TE_LOSS ", bool gradient) -> (Tensor, Tensor, Tensor)")
+TE_OP_REGISTRATION(cross_entropy, ops) {
+  ops.op("cross_entropy_fwd(Tensor logits, Tensor target, " TE_LOSS ", bool gradient) -> (Tensor, Tensor, Tensor)")
       .kernel(cross_entropy_fwd)
       .meta(cross_entropy_fwd_meta);
-  faces.op("cross_entropy_bwd(Tensor grad, Tensor dloss, Tensor? scale) -> Tensor")
+  ops.op("cross_entropy_bwd(Tensor grad, Tensor dloss, Tensor? scale) -> Tensor")
       .kernel(cross_entropy_bwd)
       .meta(cross_entropy_bwd_meta);
-  faces.op("cross_entropy(Tensor logits, Tensor target, " TE_LOSS ") -> Tensor")
+  ops.op("cross_entropy(Tensor logits, Tensor target, " TE_LOSS ") -> Tensor")
       .composite(cross_entropy_dispatched)
       .autograd(cross_entropy_autograd)
       .python(cross_entropy);

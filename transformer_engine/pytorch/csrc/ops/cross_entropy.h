@@ -1,5 +1,5 @@
-// cross_entropy, kernel wrappers that other bindings call: what a loss is asked for, and a pass over rows of logits,
-// where the classes may be spread over the ranks of a group.
+// Kernel wrappers of cross entropy, for other bindings: the options of a loss, and a pass over rows of logits, whose
+// classes may be divided over the ranks of a group.
 #pragma once
 
 #include <transformer_engine/cross_entropy.h>
@@ -14,55 +14,56 @@
 
 namespace te_torch {
 
-// What a loss is asked for.
+// The options of a loss.
 struct LossOptions {
   double label_smoothing = 0;
-  bool reduce = false;  // the mean over targets that are not ignored
+  bool reduce = false;  // returns the mean over targets that are not ignored
   int64_t ignore_idx = -100;
-  std::string group;  // whose ranks have the classes, in their order, equally many each; read where ranks > 1
+  std::string group;  // its ranks have equal parts of the classes, in their order; read if ranks > 1
   int64_t ranks = 1;
 
   std::string_view asking_group() const { return ranks > 1 ? std::string_view(group) : std::string_view(); }
 };
 
-// Names what does not fit. rows: the shape of the target. classes: of one rank.
+// Raises ValueError for arguments that do not fit. rows: the shape of the target. classes: of one rank.
 void check_loss(const char* op, c10::SymIntArrayRef rows, const c10::SymInt& classes, const Tensor& like,
                 const Tensor& target, const LossOptions& options);
 
-// float16 gradients are scaled by the mean's 1 / n in backward, together with what comes in there (a loss scale):
-// p / n would be lost to float16 before. Those of other dtypes have it from the forward on.
+// Whether the backward applies the mean's factor 1 / n: for float16, together with the incoming gradient (a loss
+// scale), as p / n alone would underflow. For other dtypes the forward applies it.
 inline bool scales_late(const Tensor& logits) { return logits.scalar_type() == at::kHalf; }
 
-// float32 [1]: 1 / the number of targets that are not ignored. On the CPU the check of all targets.
+// float32 [1]: 1 / the number of targets that are not ignored. On the CPU it also checks all targets.
 Tensor loss_inverse_count(const Tensor& target, int64_t classes, const LossOptions& options);
 
-// loss [rows] of logits [rows, classes], contiguous, and with `gradient` the gradient over the logits, times scale
-// (float32 [1] or [rows]; undefined: 1). target int64 [rows], contiguous.
+// The loss [rows] of contiguous logits [rows, classes]. gradient: also overwrites the logits with their gradient times
+// scale (float32 [1] or [rows]; undefined: 1). target: contiguous int64 [rows].
 void loss_of_rows(const Tensor& logits, const Tensor& target, const Tensor& scale, const Tensor& loss, bool gradient,
                   const LossOptions& options);
 
-// float32 scalar: the sum of loss times inverse_count.
+// float32 scalar: the sum of the loss, times inverse_count.
 Tensor loss_mean(const Tensor& loss, const Tensor& inverse_count);
 
-// grad *= dloss * scale, where it lies: rows [n, ...] by dloss [n], or all of it by one. Where the factor is 1, nothing
-// is read or written; nobody waits to know.
+// grad *= dloss * scale in place: rows [n, ...] by dloss [n], or all rows by one factor. A factor of 1, which is
+// checked on the device, reads and writes nothing.
 void scale_gradient(const Tensor& grad, const Tensor& dloss, const Tensor& scale);
 
-// The same in new memory, as a registered op: te::cross_entropy_bwd.
+// The same with a new tensor, as the registered op te::cross_entropy_bwd.
 Tensor cross_entropy_bwd(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale);
 
-// What a family's backward hands out of a gradient that its forward made: itself, or what is traced in new memory.
-template <class DispatchMode>
+// The gradient that a family's backward returns for one computed in its forward: the same memory in eager mode, a new
+// tensor where it is traced.
+template <class Mode>
 Tensor scaled(const Tensor& grad, const Tensor& dloss, const OptionalTensor& scale) {
-  if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
-    return DispatchMode::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
+  if constexpr (std::is_same_v<Mode, Dispatched>) {
+    return Mode::template call<cross_entropy_bwd>("te::cross_entropy_bwd", grad, dloss, scale);
   } else {
     scale_gradient(grad, dloss, scale.has_value() ? *scale : Tensor());
-    return grad.detach();  // a handle of its own, which autograd need not copy to make it a leaf's .grad
+    return grad.detach();  // a new handle, which autograd can make a leaf's .grad without a copy
   }
 }
 
-// A gradient that a backward scales where it lies can be handed out once.
+// Refuses a second backward, as the first one has scaled the gradient in place.
 class OnceGuard {
  public:
   void pass(const char* op) const;

@@ -1,17 +1,16 @@
-// linear_cross_entropy: a head's product and its loss without all logits at once. Chunks of tokens go through the
-// product, the loss and its gradient, which lies over the chunk's logits, and both products behind that. Formulas are
-// the cross_entropy room's and the gemm room's; here are the loop, what is kept, and the schemas.
-//
-// A reduced loss has one factor for all of its gradients, so that they are made in forward and scaled in backward. One
-// that is not reduced has a factor for each token, which a sum over tokens can no longer take: its backward runs the
-// loop again, with the factors.
+// linear_cross_entropy: the GEMM of a head and its loss, without all logits at once. Each chunk of tokens runs through
+// the GEMM, the loss with its gradient, which overwrites the chunk's logits, and the two GEMMs of the backward. The
+// formulas are in ops/cross_entropy.cpp and gemm/; this file has the loop, the saved tensors and the schemas.
+// - A reduced loss has one factor for all gradients: the forward computes them, the backward scales them.
+// - A loss that is not reduced has a factor for each token, which cannot be applied after the sum over tokens: its
+//   backward runs the loop again with the factors.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
 #include "autograd/autograd.h"
-#include "autograd/rows_behind.h"
+#include "autograd/trailing_rows.h"
 #include "core/op_registration.h"
 #include "distributed/agreement.h"
 #include "gemm/gemm.h"
@@ -26,14 +25,14 @@ namespace te_torch {
 namespace {
 
 constexpr const char* kFusedOp = "linear_cross_entropy";
-std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests take less
-constexpr int64_t kRowStep = 128;                      // FP8 blocks end with a chunk
-constexpr SavedInfo kHiddenGradient{"gradient of hidden", "made in forward; the backward hands it out",
+std::atomic<int64_t> chunk_bytes{int64_t{512} << 20};  // tests use less
+constexpr int64_t kRowStep = 128;                      // a multiple of the FP8 blocks, so that none crosses chunks
+constexpr SavedInfo kHiddenGradient{"gradient of hidden", "computed in the forward; the backward returns it",
                                     "a loss that is not reduced, whose backward recomputes all", true};
-constexpr SavedInfo kWeightGradient{"gradient of the weight", "made in forward; the backward hands it out",
+constexpr SavedInfo kWeightGradient{"gradient of the weight", "computed in the forward; the backward returns it",
                                     "a loss that is not reduced, whose backward recomputes all"};
 constexpr SavedInfo kHidden{"hidden", "the backward computes chunks of logits from it again", kCallers, true};
-constexpr SavedInfo kTarget{"target", "the backward takes the loss's gradient again", kCallers, true};
+constexpr SavedInfo kTarget{"target", "the backward computes the gradient of the loss again", kCallers, true};
 
 using Flags = std::array<bool, 3>;  // of hidden, weight, bias
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -43,11 +42,12 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted);
 
-// Tokens of a chunk: as many as chunk_bytes hold of what is there at once of each, in equal parts. By shapes alone, so
-// that the same call has the same bits.
+// The tokens of a chunk: as many as fit into chunk_bytes, in chunks of equal size. Depends on shapes alone, so that
+// equal calls give equal bits.
 int64_t chunk_rows(int64_t tokens, int64_t classes, int64_t element_bytes, bool fp8) {
-  const int64_t of_a_token = classes * (element_bytes + (fp8 ? 2 : 0));  // logits, and their gradient in FP8 both ways
-  const int64_t most = std::max(kRowStep, chunk_bytes.load() / of_a_token / kRowStep * kRowStep);
+  const int64_t bytes_per_token =
+      classes * (element_bytes + (fp8 ? 2 : 0));  // logits, and their gradient in FP8 in both directions
+  const int64_t most = std::max(kRowStep, chunk_bytes.load() / bytes_per_token / kRowStep * kRowStep);
   const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
   return ((tokens + chunks - 1) / chunks + kRowStep - 1) / kRowStep * kRowStep;
 }
@@ -67,11 +67,11 @@ void check_arguments(const Tensor& hidden, const Tensor& weight, const OptionalT
   check_loss(kFusedOp, hidden.sym_sizes().slice(0, hidden.dim() - 1), weight.sym_size(0), hidden, target, options);
 }
 
-// One call's tensors and what becomes of a chunk of them.
-class Loop {
+// The tensors of one call, and the computation of each chunk.
+class ChunkLoop {
  public:
-  Loop(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-       const LossOptions& options, Quantization quantization, Flags wanted, bool float32_sum)
+  ChunkLoop(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+            const LossOptions& options, Quantization quantization, Flags wanted, bool float32_sum)
       : x_(rows_of(hidden).reshape({-1, hidden.size(-1)})),
         bias_(bias),
         target_(target.contiguous().view({-1})),
@@ -85,7 +85,7 @@ class Loop {
     const auto sums = x_.options().dtype(float32_sum ? at::kFloat : x_.scalar_type());
     loss = at::empty({tokens}, x_.options().dtype(at::kFloat));
     if (wanted[0]) dhidden = at::empty({tokens, features}, x_.options());
-    // The first chunk writes them; where there is none, they are zeros.
+    // Written by the first chunk; zeros without chunks.
     const auto make = [&](at::IntArrayRef shape, const at::TensorOptions& options) {
       return tokens > 0 ? at::empty(shape, options) : at::zeros(shape, options);
     };
@@ -93,7 +93,7 @@ class Loop {
     if (wanted[2]) dbias = make({classes_}, x_.options().dtype(at::kFloat));
   }
 
-  // scale: what each gradient is multiplied by, float32 [1] or [tokens]; undefined: 1.
+  // scale: a factor of the gradients, float32 [1] or [tokens]; undefined: 1.
   void run(const Tensor& scale) {
     const int64_t tokens = x_.size(0);
     const int64_t step = chunk_rows(tokens, classes_, x_.element_size(), q_ != nullptr);
@@ -122,7 +122,7 @@ class Loop {
     }
     if (!wanted_[0] && !wanted_[1]) return;
     const Operand dy = operand_of(dispatch, q_ != nullptr ? &q_->dy : nullptr, logits, {wanted_[0], wanted_[1]});
-    logits = Tensor();  // of FP8 gradients nobody reads it again
+    logits = Tensor();  // frees the memory: with FP8 it is not read again
     if (wanted_[0]) hidden_gradient(dy, dhidden.narrow(0, first, count));
     if (wanted_[1]) {
       const MatrixWgrad gradient(dy, x, {}, x_.scalar_type(), q_ == nullptr || q_->split_wgrad);
@@ -156,8 +156,8 @@ class Loop {
   int64_t classes_ = 0;
 };
 
-// Rows behind the live ones that the backward reads, which makes each chunk's scales anew.
-int64_t rows_behind_of(at::ArrayRef<int64_t> quantization) {
+// The trailing rows that the backward reads to compute the scales of each chunk again.
+int64_t trailing_rows_of(at::ArrayRef<int64_t> quantization) {
   const Quantization q = quantization_of(quantization, kFusedOp);
   if (q == nullptr || !q->x.active()) return 0;
   return q->x.spec.scaling() == TE_SCALING_TENSOR ? kAllRows : 127;
@@ -176,23 +176,23 @@ struct LinearCrossEntropyFamily {
   };
   enum Saved { kX, kWeight, kBias, kTargets, kScale };
 
-  template <class DispatchMode>
-  static Five made(const State& s, const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
-                   const Tensor& target, const OptionalTensor& dloss, Flags wanted) {
+  template <class Mode>
+  static Five compute(const State& s, const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                      const Tensor& target, const OptionalTensor& dloss, Flags wanted) {
     const at::ArrayRef<int64_t> quantization(s.quantization);
     const std::string_view group(s.options.group);
     const auto& o = s.options;
-    if constexpr (std::is_same_v<DispatchMode, Dispatched>) {
-      return DispatchMode::template call<linear_cross_entropy_fwd>(
-          "te::linear_cross_entropy_fwd", hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce,
-          o.ignore_idx, s.float32_sum, quantization, group, o.ranks, wanted);
-    } else {  // what it calls is recorded by itself
+    if constexpr (std::is_same_v<Mode, Dispatched>) {
+      return Mode::template call<linear_cross_entropy_fwd>("te::linear_cross_entropy_fwd", hidden, weight, bias, target,
+                                                           dloss, o.label_smoothing, o.reduce, o.ignore_idx,
+                                                           s.float32_sum, quantization, group, o.ranks, wanted);
+    } else {  // the ops inside are recorded separately
       return linear_cross_entropy_fwd(hidden, weight, bias, target, dloss, o.label_smoothing, o.reduce, o.ignore_idx,
                                       s.float32_sum, quantization, group, o.ranks, wanted);
     }
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target, double label_smoothing,
                                bool reduce_loss, int64_t ignore_idx, bool float32_sum,
@@ -204,14 +204,14 @@ struct LinearCrossEntropyFamily {
     const bool bias_wanted = bias.has_value() && bias->requires_grad();
     const Flags wanted{hidden.requires_grad(), weight.requires_grad(), bias_wanted};
     const auto [loss, dhidden, dweight, dbias, inverse] =
-        made<DispatchMode>(state, hidden, weight, bias, target, {}, reduce_loss ? wanted : Flags{});
+        compute<Mode>(state, hidden, weight, bias, target, {}, reduce_loss ? wanted : Flags{});
     if (reduce_loss) {
       if (wanted[0]) save.keep(kX, dhidden, kHiddenGradient);
       if (wanted[1]) save.keep(kWeight, dweight, kWeightGradient);
       if (wanted[2]) save.keep(kBias, dbias, kWeightGradient);
       if (scales_late(hidden)) save.keep(kScale, inverse, kLossCount);
     } else {
-      const RowsBehind behind(rows_behind_of(state.quantization));
+      const TrailingRows trailing(trailing_rows_of(state.quantization));
       save.keep(kX, hidden, kHidden);
       save.keep(kWeight, weight, kParameter);
       save.keep(kBias, bias, kParameter);
@@ -220,19 +220,19 @@ struct LinearCrossEntropyFamily {
     return {loss};
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& asked, const NamedTensors& saved,
                                 const variable_list& grads) {
     const Flags wanted{asked[0], asked[1], asked[2]};
     if (!grads[0].defined()) return {};
     variable_list out(3);
     if (!state.options.reduce) {
-      std::tie(std::ignore, out[0], out[1], out[2], std::ignore) = made<DispatchMode>(
-          state, saved[kX], saved[kWeight], saved.optional(kBias), saved[kTargets], grads[0], wanted);
+      std::tie(std::ignore, out[0], out[1], out[2], std::ignore) =
+          compute<Mode>(state, saved[kX], saved[kWeight], saved.optional(kBias), saved[kTargets], grads[0], wanted);
     } else {
-      if constexpr (std::is_same_v<DispatchMode, Direct>) state.once.pass(kFusedOp);
+      if constexpr (std::is_same_v<Mode, Direct>) state.once.pass(kFusedOp);
       for (int i = 0; i < 3; ++i) {
-        if (wanted[i]) out[i] = scaled<DispatchMode>(saved[kX + i], grads[0], saved.optional(kScale));
+        if (wanted[i]) out[i] = scaled<Mode>(saved[kX + i], grads[0], saved.optional(kScale));
       }
     }
     for (int i = 0; i < 3; ++i) out[i] = wanted[i] ? out[i].to(state.dtypes[i]) : Tensor();
@@ -250,7 +250,7 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
   check_memory(hidden, kFusedOp, "hidden");
   check_memory(weight, kFusedOp, "weight");
   const Tensor inverse = loss_inverse_count(target.contiguous().view({-1}), weight.size(0), options);
-  Loop loop(hidden, weight, bias, target, options, quantization_of(quantization, kFusedOp), wanted, float32_sum);
+  ChunkLoop loop(hidden, weight, bias, target, options, quantization_of(quantization, kFusedOp), wanted, float32_sum);
   Tensor scale = reduce_loss && !scales_late(hidden) ? inverse : Tensor();
   if (dloss.has_value()) scale = dloss->resolve_neg().contiguous().view({-1});
   loop.run(scale);
@@ -295,7 +295,7 @@ Tensor linear_cross_entropy_autocast(const Tensor& hidden, const Tensor& weight,
                                      const Tensor& target, double label_smoothing, bool reduce_loss, int64_t ignore_idx,
                                      bool float32_sum, at::ArrayRef<int64_t> quantization, std::string_view group,
                                      int64_t ranks) {
-  const Tensor x = autocast(hidden), matrix = autocast(weight);  // before autocast is excluded
+  const Tensor x = autocast(hidden), matrix = autocast(weight);  // casts before autocast is excluded
   const OptionalTensor shift = autocast(bias);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return Dispatched::call<linear_cross_entropy_autograd>("te::linear_cross_entropy", x, matrix, shift, target,
@@ -303,7 +303,7 @@ Tensor linear_cross_entropy_autocast(const Tensor& hidden, const Tensor& weight,
                                                          quantization, group, ranks);
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
                             const Tensor& target, double label_smoothing, bool reduce_loss, int64_t ignore_idx,
                             bool float32_sum, const std::vector<int64_t>& quantization, const std::string& name,
@@ -332,19 +332,18 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Op
   "float label_smoothing, bool reduce_loss, int ignore_idx, bool float32_sum, int[] quantization, str group, int " \
   "ranks"
 
-TE_OP_REGISTRATION(linear_cross_entropy, faces) {
-  faces
-      .op("linear_cross_entropy_fwd(" TE_ARGUMENTS "Tensor? dloss, " TE_LOSS
-          ", bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+TE_OP_REGISTRATION(linear_cross_entropy, ops) {
+  ops.op("linear_cross_entropy_fwd(" TE_ARGUMENTS "Tensor? dloss, " TE_LOSS
+         ", bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
       .kernel(linear_cross_entropy_fwd)
       .meta(linear_cross_entropy_fwd_meta);
-  faces.op("linear_cross_entropy(" TE_ARGUMENTS TE_LOSS ") -> Tensor")
+  ops.op("linear_cross_entropy(" TE_ARGUMENTS TE_LOSS ") -> Tensor")
       .composite(linear_cross_entropy_dispatched)
       .autograd(linear_cross_entropy_autograd)
       .autocast(linear_cross_entropy_autocast)
       .python(linear_cross_entropy);
-  faces.python("linear_cross_entropy_chunk_rows", chunk_rows);
-  faces.python("set_linear_cross_entropy_chunk_bytes", [](int64_t bytes) { return chunk_bytes.exchange(bytes); });
+  ops.python("linear_cross_entropy_chunk_rows", chunk_rows);
+  ops.python("set_linear_cross_entropy_chunk_bytes", [](int64_t bytes) { return chunk_bytes.exchange(bytes); });
 }
 
 }  // namespace te_torch

@@ -1,5 +1,5 @@
-// noop_cat: rows of several weights as one tensor, without a copy where they already lie one behind the other in one
-// storage (parameters_split allocates them so). It copies, as torch.cat does, where they do not.
+// noop_cat: concatenates the rows of several weights, without a copy where they are consecutive in one storage, as
+// parameters_split allocates them. Otherwise it copies like torch.cat.
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/Exceptions.h>
@@ -27,19 +27,19 @@ bool adjacent(at::TensorList parts) {
   return true;
 }
 
-// What a state dict handed out in storages of their own, in the storage that these are parts of, where it lies side by
-// side there. Empty otherwise.
-std::vector<Tensor> in_whole(at::TensorList parts) {
-  std::vector<Tensor> whole;
+// Parts that a state dict has given storages of their own (core/own_storage.h), as tensors in their base storage, if
+// they are adjacent there; else empty.
+std::vector<Tensor> in_base_storage(at::TensorList parts) {
+  std::vector<Tensor> bases;
   for (const Tensor& part : parts) {
-    whole.push_back(whole_storage(part));
-    if (whole.back().is_same(part)) return {};
+    bases.push_back(whole_storage(part));
+    if (bases.back().is_same(part)) return {};
   }
-  return adjacent(whole) ? whole : std::vector<Tensor>();
+  return adjacent(bases) ? bases : std::vector<Tensor>();
 }
 
-// How many rows each part had, and, where they were joined without a copy, which version of each was seen: the joined
-// tensor has the first part's version counter, and parts that a load or a move has laid side by side have their own.
+// The rows of each part and, without a copy, the version of each: the result shares the version counter of the first
+// part alone, and parts that a load or a move has made adjacent have their own counters.
 struct Seen : torch::CustomClassHolder {
   std::vector<int64_t> rows;
   std::vector<c10::VariableVersion> counters;
@@ -51,8 +51,8 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
     auto seen = c10::make_intrusive<Seen>();
     for (const Tensor& part : parts) seen->rows.push_back(part.size(0));
     const bool apart = !adjacent(parts);
-    const std::vector<Tensor> whole = apart ? in_whole(parts) : std::vector<Tensor>();
-    const bool copies = apart && whole.empty();
+    const std::vector<Tensor> bases = apart ? in_base_storage(parts) : std::vector<Tensor>();
+    const bool copies = apart && bases.empty();
     for (const Tensor& part : parts) {
       if (copies || part.is_inference()) continue;
       seen->counters.push_back(torch::autograd::impl::version_counter(part));
@@ -64,7 +64,7 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["seen"] = c10::IValue::make_capsule(std::move(seen));
     if (copies) return at::cat(parts);
-    const Tensor& first = apart ? whole[0] : parts[0];
+    const Tensor& first = apart ? bases[0] : parts[0];
     return first.detach().as_strided(shape, first.strides(), first.storage_offset());
   }
 
@@ -88,7 +88,7 @@ struct NoopCat : torch::autograd::Function<NoopCat> {
 void register_noop_cat(pybind11::module_& m) {
   m.def("rows_in_order", [](const std::vector<Tensor>& parts) {
     const bool storages = std::all_of(parts.begin(), parts.end(), [](const Tensor& t) { return t.has_storage(); });
-    return storages && (parts.empty() || adjacent(parts) || !in_whole(parts).empty());
+    return storages && (parts.empty() || adjacent(parts) || !in_base_storage(parts).empty());
   });
   m.def("noop_cat", torch::wrap_pybind_function_no_gil([](const std::vector<Tensor>& parts) {
           TORCH_CHECK_VALUE(!parts.empty(), "noop_cat: argument 'parts' is empty, wanted at least one tensor.");

@@ -1,4 +1,4 @@
-// normalization, binding: kernel wrappers, schemas, Meta functions, the autograd node. No formula is repeated here.
+// The binding of the norms: kernel wrappers, schemas, Meta functions, the autograd node. The engine has the formulas.
 #include "ops/normalization.h"
 
 #include <ATen/autocast_mode.h>
@@ -37,7 +37,7 @@ void check_parameter(const Tensor& t, const Tensor& x, at::ScalarType dtype, con
 
 bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// gamma may be of another dtype than x.
+// gamma may have another dtype than x.
 void check_gamma(const Tensor& gamma, const Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1, kOp, ": argument 'x' has no dimensions, wanted at least one.");
   const auto dtype = gamma.scalar_type();
@@ -96,23 +96,23 @@ struct NormalizationFamily {
   enum Slot { kX, kResidual, kGamma, kBeta, kSlots };
   enum Saved { kNormInput, kSavedGamma, kMean, kRstd };
 
-  // Outputs: y; with a residual also h = x + residual, which is then the saved norm input.
-  template <class DispatchMode>
+  // Outputs: y; with a residual also h = x + residual, the saved norm input.
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& x, const OptionalTensor& residual,
                                const Tensor& gamma, const OptionalTensor& beta, double eps, bool rms,
                                bool zero_centered_gamma) {
     state = {rms, zero_centered_gamma};
-    const auto [y, h, mean, rstd] = DispatchMode::template call<normalization_fwd>(
-        "te::normalization_fwd", x, residual, gamma, beta, eps, rms, zero_centered_gamma);
+    const auto [y, h, mean, rstd] = Mode::template call<normalization_fwd>("te::normalization_fwd", x, residual, gamma,
+                                                                           beta, eps, rms, zero_centered_gamma);
     const bool added = present(residual);
-    save.keep(kNormInput, added ? h : x, {"norm input", "the backward normalises it again", kCallers, true});
+    save.keep(kNormInput, added ? h : x, {"norm input", "the backward normalizes it again", kCallers, true});
     save.keep(kSavedGamma, gamma, kParameter);
     if (!rms) save.keep(kMean, mean, kStatistic);
     save.keep(kRstd, rstd, kStatistic);
     return added ? variable_list{y, h} : variable_list{y};
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const Tensor& dy = grads[0];
@@ -123,7 +123,7 @@ struct NormalizationFamily {
     if (dy.defined()) {
       const OptionalTensor residual_grad = dh.defined() && outputs[0] ? OptionalTensor(dh) : OptionalTensor();
       const Tensor mean = state.rms ? saved[kRstd].new_empty({0}) : saved[kMean];
-      std::tie(dx, out[kGamma], out[kBeta]) = DispatchMode::template call<normalization_bwd>(
+      std::tie(dx, out[kGamma], out[kBeta]) = Mode::template call<normalization_bwd>(
           "te::normalization_bwd", dy, residual_grad, saved[kNormInput], saved[kSavedGamma], mean, saved[kRstd],
           state.rms, state.zero_centered_gamma, outputs);
     }
@@ -135,7 +135,7 @@ struct NormalizationFamily {
   }
 };
 
-using Outputs = std::tuple<Tensor, Tensor>;  // y, and x + residual: an empty tensor where there was no residual
+using Outputs = std::tuple<Tensor, Tensor>;  // y, and x + residual or an empty tensor
 
 Outputs pair_of(const variable_list& outputs, const Tensor& x) {
   return {outputs[0], outputs.size() > 1 ? outputs[1] : x.new_empty({0})};
@@ -156,14 +156,14 @@ Outputs normalization_dispatched(const Tensor& x, const OptionalTensor& residual
 
 Outputs normalization_autocast(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma) {
-  const Tensor x_cast = autocast(x), gamma_cast = autocast(gamma);  // before autocast is excluded
+  const Tensor x_cast = autocast(x), gamma_cast = autocast(gamma);  // casts before autocast is excluded
   const OptionalTensor residual_cast = autocast(residual), beta_cast = autocast(beta);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return Dispatched::call<normalization_autograd>("te::normalization", x_cast, residual_cast, gamma_cast, beta_cast,
                                                   eps, rms, zero_centered_gamma);
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Outputs normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                       double eps, bool rms, bool zero_centered_gamma) {
   if (must_dispatch({&x, pointer_to(residual), &gamma, pointer_to(beta)})) {
@@ -233,22 +233,19 @@ std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const Opt
                                       : std::tuple(dx, dgamma.to(dtype), dbeta.to(dtype));
 }
 
-TE_OP_REGISTRATION(normalization, faces) {
-  faces
-      .op("normalization_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
-          "zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)")
+TE_OP_REGISTRATION(normalization, ops) {
+  ops.op("normalization_fwd(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
+         "zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)")
       .kernel(normalization_fwd)
       .meta(normalization_fwd_meta)
       .python(normalization_fwd);
-  faces
-      .op("normalization_bwd(Tensor dy, Tensor? residual_grad, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, bool "
-          "rms, bool zero_centered_gamma, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
+  ops.op("normalization_bwd(Tensor dy, Tensor? residual_grad, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, bool "
+         "rms, bool zero_centered_gamma, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
       .kernel(normalization_bwd)
       .meta(normalization_bwd_meta)
       .python(normalization_bwd);
-  faces
-      .op("normalization(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
-          "zero_centered_gamma) -> (Tensor, Tensor)")
+  ops.op("normalization(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, float eps, bool rms, bool "
+         "zero_centered_gamma) -> (Tensor, Tensor)")
       .composite(normalization_dispatched)
       .autograd(normalization_autograd)
       .autocast(normalization_autocast)

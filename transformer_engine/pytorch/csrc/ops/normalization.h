@@ -1,4 +1,4 @@
-// normalization, kernel wrappers that other bindings call.
+// Kernel wrappers of the norms, for other bindings.
 #pragma once
 
 #include <array>
@@ -7,21 +7,21 @@
 
 namespace te_torch {
 
-// Names what does not fit x.
+// Raises ValueError for arguments that do not fit x.
 void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                          const OptionalTensor& beta);
 
-// gamma or beta as kernels read it: in x's dtype or in float32, to which another 16-bit type is widened.
+// gamma or beta for the kernels: in x's dtype, or in float32 for any other dtype.
 Tensor parameter_beside(const Tensor& x, const Tensor& parameter);
 
-// (y, h, mean, rstd). h = x + residual, rounded, and the norm is taken of it; without a residual h is an empty tensor.
-// mean and rstd are float32 of shape [rows]; mean is empty for RMSNorm.
+// (y, h, mean, rstd). With a residual, h = x + residual, rounded, is the norm's input; without one h is an empty
+// tensor. mean and rstd are float32 of shape [rows]; mean is empty for RMSNorm.
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalization_fwd(const Tensor& x, const OptionalTensor& residual,
                                                              const Tensor& gamma, const OptionalTensor& beta,
                                                              double eps, bool rms, bool zero_centered_gamma);
 
-// (dx, dgamma, dbeta), each an empty tensor where it is not wanted, from the saved norm input x (h where there was a
-// residual); residual_grad is added to dx before its one rounding. mean is empty for RMSNorm, which has no dbeta.
+// (dx, dgamma, dbeta), each an empty tensor if it is not needed. x: the saved norm input, which is h with a residual.
+// residual_grad is added to dx before its one rounding. mean is empty for RMSNorm, which has no dbeta.
 std::tuple<Tensor, Tensor, Tensor> normalization_bwd(const Tensor& dy, const OptionalTensor& residual_grad,
                                                      const Tensor& x, const Tensor& gamma, const Tensor& mean,
                                                      const Tensor& rstd, bool rms, bool zero_centered_gamma,

@@ -1,4 +1,5 @@
-// normalization_quantize, binding: the norm's statistics, then its output in FP8 where it is made. No formula is here.
+// The binding of norms with an FP8 output: the statistics first, then the quantized output. The engine has the
+// formulas.
 #include "ops/normalization_quantize.h"
 
 #include <ATen/ops/empty.h>
@@ -43,8 +44,8 @@ QuantizedNorm normalization_fwd_quantize(const Tensor& x, const OptionalTensor& 
   out.mean = at::empty({rms ? 0 : source.rows}, floats);
   out.rstd = at::empty({source.rows}, floats);
   out.quantized = empty_quantized(quantizer.spec, source.rows, source.cols, usage, in.options());
-  // The forward fills the parts itself, beside the statistics.
-  const QuantizePlan plan(quantizer, in.options(), [](te_tensor) {});
+  // The forward kernel fills the parts together with the statistics.
+  const OutputQuantization plan(quantizer, in.options(), [](te_tensor) {});
   te_tensor scratch = absent();
   Tensor workspace;
   if (in.is_cuda()) {
@@ -69,7 +70,7 @@ Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, con
   const OptionalTensor shift = parameter_beside(h, beta);
   const te_tensor source = view_2d(in, kFusedOp, "h");
   const Quantized out = empty_quantized(spec, source.rows, source.cols, usage, in.options());
-  const QuantizePlan plan(spec, used_scales);
+  const OutputQuantization plan(spec, used_scales);
   const te_quantized target = view_of(out, kFusedOp, "out");
   check(te_normalization_quantize({rms, zero_centered_gamma, 0.f}, source,
                                   rms ? absent() : view_2d(mean, kFusedOp, "mean"), view_2d(rstd, kFusedOp, "rstd"),
@@ -78,19 +79,19 @@ Quantized normalization_again_quantize(const Tensor& h, const Tensor& gamma, con
   return out;
 }
 
-TE_OP_REGISTRATION(normalization_quantize, faces) {
-  faces.python(
+TE_OP_REGISTRATION(normalization_quantize, ops) {
+  ops.python(
       "normalization_fwd_quantize", [](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                                        const OptionalTensor& beta, double eps, bool rms, bool zero_centered_gamma,
                                        const Quantizer& quantizer, bool rowwise, bool columnwise, bool with_output) {
-        QuantizedNorm made = normalization_fwd_quantize(x, residual, gamma, beta, eps, rms, zero_centered_gamma,
-                                                        quantizer, {rowwise, columnwise}, with_output);
-        return std::tuple(made.quantized, made.y, made.h, made.mean, made.rstd);
+        QuantizedNorm result = normalization_fwd_quantize(x, residual, gamma, beta, eps, rms, zero_centered_gamma,
+                                                          quantizer, {rowwise, columnwise}, with_output);
+        return std::tuple(result.quantized, result.y, result.h, result.mean, result.rstd);
       });
-  faces.python("normalization_again_quantize", [](const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
-                                                  const Tensor& mean, const Tensor& rstd, bool rms,
-                                                  bool zero_centered_gamma, const std::vector<int64_t>& spec,
-                                                  const OptionalTensor& used_scales, bool rowwise, bool columnwise) {
+  ops.python("normalization_again_quantize", [](const Tensor& h, const Tensor& gamma, const OptionalTensor& beta,
+                                                const Tensor& mean, const Tensor& rstd, bool rms,
+                                                bool zero_centered_gamma, const std::vector<int64_t>& spec,
+                                                const OptionalTensor& used_scales, bool rowwise, bool columnwise) {
     return normalization_again_quantize(h, gamma, beta, mean, rstd, rms, zero_centered_gamma,
                                         QuantizeSpec::unpack(spec), used_scales.has_value() ? *used_scales : Tensor(),
                                         {rowwise, columnwise});

@@ -1,4 +1,4 @@
-// See offload.h; and pack and unpack as functions of tensors.
+// See offload.h; also pack and unpack as functions of tensors.
 #include "ops/offload.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -16,7 +16,7 @@ namespace te_torch {
 
 namespace {
 
-PyObject* pinned_memory_error = nullptr;  // a RuntimeError of its own, made with the module
+PyObject* pinned_memory_error = nullptr;  // a subclass of RuntimeError, created with the module
 
 void check_memory(te_status status) {
   if (status == TE_PINNED_MEMORY) {
@@ -70,15 +70,16 @@ OffloadEngine::OffloadEngine(const at::Device& device, te_offload_options option
 OffloadEngine::~OffloadEngine() {
   te_offload_usage usage{};
   te_offload_get_usage(engine_, &usage);
-  if (usage.captured == 0)
-    te_offload_engine_destroy(engine_);  // else a graph may still be replayed, which copies there
+  if (usage.captured == 0) te_offload_engine_destroy(engine_);  // else a graph that copies there may still be replayed
 }
 
 OffloadLayer::OffloadLayer(std::shared_ptr<OffloadEngine> engine, bool retain) : engine_(std::move(engine)) {
   check(te_offload_layer_create(engine_->get(), retain, &layer_));
 }
 
-OffloadLayer::~OffloadLayer() { te_offload_layer_destroy(layer_); }  // before the storages: it waits for their copies
+OffloadLayer::~OffloadLayer() {
+  te_offload_layer_destroy(layer_);
+}  // before the storages, as it waits for their copies
 
 te_stream OffloadLayer::stream() const { return current_stream(engine_->device()); }
 
@@ -120,7 +121,7 @@ void OffloadLayer::release() {
 void OffloadLayer::start_reload() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   TORCH_CHECK(te_offload_layer_state(layer_) == TE_OFFLOAD_FINISHED, "start_reload: the layer is in state '", state(),
-              "', but this call wants 'offload_finished'.");
+              "', wanted 'offload_finished'; call it after the offload has finished.");
   std::vector<c10::Storage> fresh;
   for (const size_t size : sizes_) fresh.push_back(bytes_on(engine_->device(), size).storage());
   size_t staging = 0;
@@ -134,27 +135,28 @@ void OffloadLayer::start_reload() {
 
 void OffloadLayer::wait_reload() {
   check(te_offload_wait_reload(layer_, stream()));
-  staging_.reset();  // behind the wait nothing reads it
+  staging_.reset();  // after the wait nothing reads it
 }
 
-Tensor OffloadLayer::pop(int64_t piece, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
+Tensor OffloadLayer::pop(int64_t index, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
                          at::IntArrayRef strides) {
   TORCH_CHECK(te_offload_layer_state(layer_) == TE_OFFLOAD_RELOAD_STARTED, "pop_tensor: the layer is in state '",
-              state(), "', but this call wants 'reload_started'; call start_reload() before it.");
-  TORCH_CHECK_INDEX(piece >= 0 && piece < int64_t(storages_.size()) && storages_[size_t(piece)], "pop_tensor: piece ",
-                    piece, " is not on the device.");
+              state(), "', wanted 'reload_started'; call start_reload() first.");
+  TORCH_CHECK_INDEX(index >= 0 && index < int64_t(storages_.size()) && storages_[size_t(index)], "pop_tensor: storage ",
+                    index, " is not on the device; call start_reload() first.");
   wait_reload();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Tensor t = at::empty({0}, at::TensorOptions().dtype(dtype).device(engine_->device()));
-  return t.set_(storages_[size_t(piece)], offset, sizes, strides);
+  return t.set_(storages_[size_t(index)], offset, sizes, strides);
 }
 
-void OffloadLayer::drop(int64_t piece) {
-  // In any other state there is nothing on the device, or a copy out may be reading it still.
+void OffloadLayer::drop(int64_t index) {
+  // In other states there is nothing on the device, or a copy may still read it.
   if (te_offload_layer_state(layer_) != TE_OFFLOAD_RELOAD_STARTED) return;
-  TORCH_CHECK_INDEX(piece >= 0 && piece < int64_t(storages_.size()), "drop: there is no piece ", piece, ".");
+  TORCH_CHECK_INDEX(index >= 0 && index < int64_t(storages_.size()), "drop: argument 'index' is ", index,
+                    ", wanted 0 to ", int64_t(storages_.size()) - 1, ".");
   wait_reload();
-  storages_[size_t(piece)] = c10::Storage();
+  storages_[size_t(index)] = c10::Storage();
 }
 
 void OffloadLayer::park() {
@@ -178,8 +180,8 @@ int64_t OffloadLayer::bytes() const {
 
 namespace {
 
-// The nodes between a tensor and the node `wanted`: whether there is a way. topological: of `wanted`; a node from which
-// there is a way to it has a greater number. `wanted` is compared, never read.
+// Whether the graph has a path from a tensor to the node `wanted`, whose topological number is `topological`: nodes
+// with a path to it have greater numbers. `wanted` is compared, never dereferenced.
 bool follows(const Tensor& tensor, int64_t wanted, uint64_t topological) {
   std::vector<torch::autograd::Node*> waiting;
   std::unordered_set<torch::autograd::Node*> seen;
@@ -264,10 +266,10 @@ void register_offload(pybind11::module_& m) {
       .def("release", wrapped([](OffloadLayer& l) { l.release(); }))
       .def("start_reload", wrapped([](OffloadLayer& l) { l.start_reload(); }))
       .def("wait_reload", wrapped([](OffloadLayer& l) { l.wait_reload(); }))
-      .def("pop", wrapped([](OffloadLayer& l, int64_t piece, const Saved& saved) {
-             return l.pop(piece, saved.dtype, saved.offset, saved.sizes, saved.strides);
+      .def("pop", wrapped([](OffloadLayer& l, int64_t index, const Saved& saved) {
+             return l.pop(index, saved.dtype, saved.offset, saved.sizes, saved.strides);
            }))
-      .def("drop", wrapped([](OffloadLayer& l, int64_t piece) { l.drop(piece); }))
+      .def("drop", wrapped([](OffloadLayer& l, int64_t index) { l.drop(index); }))
       .def("park", wrapped([](OffloadLayer& l) { l.park(); }))
       .def("reset", wrapped([](OffloadLayer& l) { l.reset(); }));
   m.def("offload_pack", wrapped([](const std::vector<Tensor>& tensors, const Tensor& packed) {

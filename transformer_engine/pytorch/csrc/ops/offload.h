@@ -1,5 +1,5 @@
-// offload, binding: an engine and its layers as objects that own what the C API leaves to its caller: the storages that
-// leave, and those that come back. Which tensors leave, and when, is Python's.
+// The binding of CPU offload: an engine and its layers as objects. They own the device storages before the offload and
+// after the reload, which the C API leaves to its caller. Python decides which tensors are offloaded, and when.
 #pragma once
 
 #include <transformer_engine/offload.h>
@@ -37,18 +37,18 @@ class OffloadLayer {
 
   std::string state() const { return te_offload_state_name(te_offload_layer_state(layer_)); }
   int64_t mark();
-  // The storages of `tensors`, each whole; marks: one each, -1 where it has none.
+  // Takes the whole storages of `tensors`. marks: one each, -1 for none.
   void start(const std::vector<Tensor>& tensors, const std::vector<int64_t>& marks);
   void join();
   void release();
   void start_reload();
   void wait_reload();
-  // A view of storage number `piece`, as it came back.
-  Tensor pop(int64_t piece, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
-  void drop(int64_t piece);  // its device memory is not wanted any more
+  // A view of the reloaded storage number `index`.
+  Tensor pop(int64_t index, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
+  void drop(int64_t index);  // frees its device memory
   void park();
   void reset();
-  int64_t bytes() const;  // that left
+  int64_t bytes() const;  // offloaded
 
  private:
   te_stream stream() const;
@@ -56,7 +56,7 @@ class OffloadLayer {
 
   std::shared_ptr<OffloadEngine> engine_;
   te_offload_layer* layer_ = nullptr;
-  std::vector<c10::Storage> storages_;  // on the device: before release, and from start_reload on
+  std::vector<c10::Storage> storages_;  // on the device, before release() and after start_reload()
   std::vector<size_t> sizes_;
   Tensor staging_;
 };

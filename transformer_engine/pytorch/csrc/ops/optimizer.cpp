@@ -1,5 +1,5 @@
-// optimizer, binding: the multi-tensor functions as ops over lists, their schemas and Meta functions. Steps of whole
-// optimizers are optimizer_step.cpp's; no arithmetic is here.
+// The binding of the multi-tensor functions: ops over lists, their schemas and Meta functions. optimizer_step.cpp has
+// the steps of whole optimizers.
 #include "ops/optimizer.h"
 
 #include <ATen/ops/empty.h>
@@ -22,7 +22,7 @@ void check_lengths(const char* op, const char* name, List list, List like) {
                     like.size(), " like the others.");
 }
 
-// Lists whose dtypes and devices are told apart: `go` is called with the tensors of each kind.
+// Divides lists by dtypes and device: `go` is called with the tensors of each kind.
 class Kinds {
  public:
   using Dtypes = std::array<te_dtype, TE_OPTIMIZER_LISTS>;
@@ -62,7 +62,7 @@ class Kinds {
   std::vector<Kind> kinds_;
 };
 
-// `written` may overlap nothing; a tensor of `read` may be the one of the same index in `written`.
+// `written` may not overlap other memory, except that a tensor of `read` may be that of the same index in `written`.
 void check_overlaps(const char* op, const std::vector<std::pair<const char*, List>>& written,
                     const std::pair<const char*, List>& read, bool in_place) {
   std::vector<Span> writes, reads;
@@ -118,7 +118,7 @@ void optimizer_sgd(List grads, List params, List momentums, List copies, const O
   const char* op = "optimizer_sgd";
   const bool has_momentum = momentum != 0.0, has_copy = !copies.empty();
   std::vector<std::pair<const char*, List>> lists{{"grad", grads}, {"param", params}};
-  lists.push_back({"momentum", has_momentum ? momentums : params});  // in its place: nothing
+  lists.push_back({"momentum", has_momentum ? momentums : params});  // a placeholder without momentum
   if (has_copy) lists.push_back({"copy", copies});
   const Kinds kinds(op, lists);
   std::vector<std::pair<const char*, List>> written{{"param", params}};
@@ -144,7 +144,7 @@ void optimizer_sgd(List grads, List params, List momentums, List copies, const O
     check(te_optimizer_sgd(&plan, kind.tensors.data(), really ? int64_t(kind.tensors.size()) : 0, ordinal(kind.device),
                            current_stream(*kind.any)));
   };
-  for (const auto& kind : kinds.all()) run(kind, false);  // every plan is looked at before any is carried out
+  for (const auto& kind : kinds.all()) run(kind, false);  // checks all calls before the first one runs
   for (const auto& kind : kinds.all()) run(kind, true);
   for (const auto& [name, list] : written) bump_versions(list);
 }
@@ -183,7 +183,8 @@ std::tuple<Tensor, Tensor> optimizer_l2norm(List tensors, const OptionalTensor& 
                                             bool per_tensor) {
   const char* op = "optimizer_l2norm";
   const bool any = !tensors.empty();
-  TORCH_CHECK_VALUE(any || noop.has_value(), op, ": list 'tensors' is empty and there is no noop_flag, wanted either.");
+  TORCH_CHECK_VALUE(any || noop.has_value(), op,
+                    ": list 'tensors' is empty and 'noop_flag' is None, wanted at least one of them.");
   const Tensor& like = any ? tensors[0] : *noop;
   std::vector<te_optimizer_tensor> members;
   std::vector<int64_t> chunks;
@@ -233,7 +234,7 @@ void optimizer_compute_scales(List amaxes, List scales, List scale_invs, double 
   check_overlaps(op, {{"scale", scales}, {"scale_inv", scale_invs}}, {"amax", amaxes}, false);
   for (const auto& kind : kinds.all()) {
     const bool floats = std::count(kind.dtypes.begin(), kind.dtypes.begin() + 3, TE_FLOAT32) == 3;
-    TORCH_CHECK_VALUE(floats, op, ": its lists hold other dtypes, wanted float32 amaxes, scales and inverse scales.");
+    TORCH_CHECK_VALUE(floats, op, ": the lists have other dtypes, wanted float32 amaxes, scales and inverse scales.");
   }
   for (const auto& kind : kinds.all()) {
     check(te_optimizer_compute_scales(kind.tensors.data(), int64_t(kind.tensors.size()), float(max_fp8), pow_2_scales,
@@ -266,13 +267,12 @@ void count_step_meta(const Tensor&, const OptionalTensor&) {}
 
 }  // namespace
 
-TE_OP_REGISTRATION(optimizer, faces) {
+TE_OP_REGISTRATION(optimizer, ops) {
   using Tensors = std::vector<Tensor>;
-  faces
-      .op("optimizer_adam(Tensor(a!)[] grads, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-          "Tensor(e!)[] masters, Tensor[] fp8_scales, Tensor(f!)[] fp8_amaxes, Tensor(g!)[] fp8_scale_invs, Tensor? "
-          "noop, Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? clip, float lr, float beta1, float "
-          "beta2, float eps, float weight_decay, SymInt step, bool decoupled, bool bias_correction, bool e5m2) -> ()")
+  ops.op("optimizer_adam(Tensor(a!)[] grads, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+         "Tensor(e!)[] masters, Tensor[] fp8_scales, Tensor(f!)[] fp8_amaxes, Tensor(g!)[] fp8_scale_invs, Tensor? "
+         "noop, Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? clip, float lr, float beta1, float "
+         "beta2, float eps, float weight_decay, SymInt step, bool decoupled, bool bias_correction, bool e5m2) -> ()")
       .kernel(optimizer_adam)
       .meta(adam_meta)
       .python([](const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
@@ -285,10 +285,9 @@ TE_OP_REGISTRATION(optimizer, faces) {
                        lr_tensor, step_tensor, inv_scale, clip, lr, beta1, beta2, eps, weight_decay, step, decoupled,
                        bias_correction, e5m2);
       });
-  faces
-      .op("optimizer_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentums, Tensor(c!)[] copies, Tensor? "
-          "noop, float lr, float weight_decay, float momentum, float dampening, bool nesterov, bool first_run, bool "
-          "decay_after_momentum, float scale) -> ()")
+  ops.op("optimizer_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentums, Tensor(c!)[] copies, Tensor? "
+         "noop, float lr, float weight_decay, float momentum, float dampening, bool nesterov, bool first_run, bool "
+         "decay_after_momentum, float scale) -> ()")
       .kernel(optimizer_sgd)
       .meta(sgd_meta)
       .python([](const Tensors& grads, const Tensors& params, const Tensors& momentums, const Tensors& copies,
@@ -297,30 +296,27 @@ TE_OP_REGISTRATION(optimizer, faces) {
         optimizer_sgd(grads, params, momentums, copies, noop, lr, weight_decay, momentum, dampening, nesterov,
                       first_run, decay_after_momentum, scale);
       });
-  faces
-      .op("optimizer_scale(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!)? noop, float scale, Tensor? scale_tensor) "
-          "-> ()")
+  ops.op("optimizer_scale(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!)? noop, float scale, Tensor? scale_tensor) "
+         "-> ()")
       .kernel(optimizer_scale)
       .meta(scale_meta)
       .python([](const Tensors& inputs, const Tensors& outputs, const OptionalTensor& noop, double scale,
                  const OptionalTensor& scale_tensor) { optimizer_scale(inputs, outputs, noop, scale, scale_tensor); });
-  faces
-      .op("optimizer_l2norm(Tensor[] tensors, Tensor(a!)? noop, Tensor? inv_scale, bool per_tensor) -> (Tensor, "
-          "Tensor)")
+  ops.op("optimizer_l2norm(Tensor[] tensors, Tensor(a!)? noop, Tensor? inv_scale, bool per_tensor) -> (Tensor, "
+         "Tensor)")
       .kernel(optimizer_l2norm)
       .meta(l2norm_meta)
       .python([](const Tensors& tensors, const OptionalTensor& noop, const OptionalTensor& inv_scale, bool per_tensor) {
         return optimizer_l2norm(tensors, noop, inv_scale, per_tensor);
       });
-  faces
-      .op("optimizer_compute_scales(Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] scale_invs, float max_fp8, bool "
-          "pow_2_scales, float epsilon) -> ()")
+  ops.op("optimizer_compute_scales(Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] scale_invs, float max_fp8, bool "
+         "pow_2_scales, float epsilon) -> ()")
       .kernel(optimizer_compute_scales)
       .meta(compute_scales_meta)
       .python(
           [](const Tensors& amaxes, const Tensors& scales, const Tensors& scale_invs, double max_fp8, bool pow_2_scales,
              double epsilon) { optimizer_compute_scales(amaxes, scales, scale_invs, max_fp8, pow_2_scales, epsilon); });
-  faces.op("optimizer_count_step(Tensor(a!) step, Tensor? noop) -> ()")
+  ops.op("optimizer_count_step(Tensor(a!) step, Tensor? noop) -> ()")
       .kernel(optimizer_count_step)
       .meta(count_step_meta)
       .python(optimizer_count_step);

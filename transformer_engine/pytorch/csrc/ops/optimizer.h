@@ -1,5 +1,5 @@
-// The optimizer room's lists as ATen tensors: what is checked of each, how they are told apart by device and dtypes,
-// and where memory overlaps. Nothing is written before all of it has been looked at.
+// The tensor lists of optimizer ops: their checks, their division by device and dtypes, and the search for overlapping
+// memory. All checks come before the first write.
 #pragma once
 
 #include <transformer_engine/optimizer.h>
@@ -14,28 +14,28 @@ namespace te_torch {
 
 inline int32_t ordinal(const at::Device& device) { return device.is_cpu() ? TE_DEVICE_CPU : int32_t(device.index()); }
 
-// A tensor of one element, of any shape, or none.
+// Checks an optional tensor of one element.
 te_tensor one_of(const OptionalTensor& t, const char* op, const char* argument);
 
-// Autograd must notice the change, as it does after an operation in place.
+// Increments the version, so that autograd notices the change, as after an in-place operation.
 inline void bump_version(const Tensor& t) {
   if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-// Memory of a call. list, index: what a message calls it.
+// The memory of one tensor. list, index: its name in errors.
 struct Span {
   uintptr_t begin = 0, end = 0;
   const char* list = "";
   int64_t index = 0;
 };
 
-// The memory of t, which lies on like's device, as like lies, without gaps; ValueError otherwise.
+// The memory of t. ValueError unless it is on like's device and has like's strides, without gaps.
 Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
 
-// So too, of memory that is written: ValueError for a copy of a quantized tensor's values, where a write would be lost.
+// The same for memory to write: ValueError for a copy of a quantized tensor's values, where a write would be lost.
 Span written_memory_of(const Tensor& t, const Tensor& like, const char* op, const char* list, int64_t index);
 
-// Whether memory that a call writes overlaps anything else of it; looked at again only when an address changes.
+// Checks whether written memory overlaps other memory of a call. Checks again only after an address has changed.
 class OverlapGuard {
  public:
   // ValueError where two of `written`, or one of them and one of `read`, overlap.
@@ -46,8 +46,8 @@ class OverlapGuard {
   std::vector<Span> sorted_;
 };
 
-// A tensor of a step of Adam. Nobody's: undefined tensors stand for what is not there (master, pairs, fp8_*). fp8_*: of
-// an FP8 weight, whose param is its bytes, with a row pitch or without.
+// The tensors of one parameter in a step of Adam; undefined where missing (master, pairs, fp8_*). fp8_*: of an FP8
+// weight, whose param is its bytes, with or without a row pitch.
 struct AdamEntry {
   const Tensor &grad, &param, &exp_avg, &exp_avg_sq, &master;
   const Tensor &exp_avg_pair, &exp_avg_sq_pair, &master_pair;
@@ -63,7 +63,7 @@ struct AdamOptions {
   OptionalTensor noop, lr_tensor, step_tensor, inv_scale, clip;
 };
 
-// Entries by device and dtypes: each of these is one call of the engine.
+// Entries of one device and dtypes: one call of the engine.
 class AdamCalls {
  public:
   explicit AdamCalls(const char* op) : op_(op) {}
@@ -76,9 +76,9 @@ class AdamCalls {
  private:
   struct Call {
     te_adam_plan plan{};
-    Tensor any;  // one of its weights
+    Tensor any;  // one of the weights
     std::vector<te_optimizer_tensor> tensors;
-    std::vector<te_adam_scales> scales;  // empty where nothing is scaled
+    std::vector<te_adam_scales> scales;  // empty without scaled states
   };
   Call& call_of(const te_adam_plan& plan, const Tensor& param);
   te_tensor bytes_of(const Tensor& param, const Tensor& like, int64_t index) const;

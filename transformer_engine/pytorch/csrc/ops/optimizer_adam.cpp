@@ -1,4 +1,4 @@
-// See optimizer.h: lists of tensors as the engine takes them.
+// See optimizer.h: the lists of Adam.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,7 +10,7 @@ namespace te_torch {
 
 namespace {
 
-// Bytes from a tensor's first element to behind its last one.
+// Bytes from a tensor's first element to the end of its last one.
 int64_t extent(const Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t last = 0;
@@ -23,12 +23,12 @@ uint64_t mixed(uint64_t seen, const std::vector<Span>& spans) {
     seen = (seen ^ span.begin) * 0x9e3779b97f4a7c15u;
     seen = (seen ^ (seen >> 29) ^ span.end) * 0xbf58476d1ce4e5b9u;
   }
-  return seen | 1;  // 0: nothing was seen
+  return seen | 1;  // never 0, which marks an empty state
 }
 
 [[noreturn]] void overlap(const char* op, const Span& a, const Span& b) {
   TORCH_CHECK_VALUE(false, op, ": '", a.list, "' ", a.index, " and '", b.list, "' ", b.index,
-                    " overlap in memory, wanted tensors of their own; clone() one of them.");
+                    " overlap in memory, wanted separate memory; clone() one of them.");
 }
 
 }  // namespace
@@ -68,7 +68,7 @@ void OverlapGuard::check(const char* op, const std::vector<Span>& written, const
 
 namespace {
 
-// What the checks below find, for nearly every tensor.
+// A fast path: true for nearly every tensor, which then needs none of the checks below.
 bool is_plain(const Tensor& t, const Tensor& like) {
   const at::TensorImpl *a = t.unsafeGetTensorImpl(), *b = like.unsafeGetTensorImpl();
   return a->layout() == at::kStrided && a->device() == b->device() && (a->is_cpu() || a->is_cuda()) &&
@@ -96,13 +96,13 @@ void check_member(const Tensor& t, const Tensor& like, const char* op, const cha
       t.numel(), " elements.");
 }
 
-// A class whose memory is no place to write to says so itself: tensor/values_view.py.
+// A tensor class that must not be written to has the method _why_not_written: tensor/values_view.py.
 void check_writable(const Tensor& t, const char* op, const char* list, int64_t index) {
   const pybind11::gil_scoped_acquire gil;
   const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t));
   if (!pybind11::hasattr(object, "_why_not_written")) return;
-  const auto why = pybind11::cast<std::string>(object.attr("_why_not_written")());
-  TORCH_CHECK_VALUE(false, op, ": '", list, "' ", index, " ", why);
+  const auto reason = pybind11::cast<std::string>(object.attr("_why_not_written")());
+  TORCH_CHECK_VALUE(false, op, ": '", list, "' ", index, " ", reason);
 }
 
 }  // namespace
@@ -113,9 +113,10 @@ Span memory_of(const Tensor& t, const Tensor& like, const char* op, const char* 
   const at::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (impl->numel() == 0) return {0, 0, list, index};
   const auto begin = reinterpret_cast<uintptr_t>(impl->data());
-  TORCH_CHECK_VALUE(begin != 0, op, ": '", list, "' ", index, " is a ", t.toString(),
-                    " without memory of its own, wanted a plain tensor; make the optimizer anew where parameters were ",
-                    "swapped for others.");
+  TORCH_CHECK_VALUE(
+      begin != 0, op, ": '", list, "' ", index, " is a ", t.toString(),
+      " without memory of its own, wanted a plain tensor; create the optimizer again where parameters were ",
+      "swapped for others.");
   return {begin, begin + uintptr_t(impl->numel()) * impl->itemsize(), list, index};
 }
 
@@ -188,10 +189,10 @@ void AdamCalls::add(const AdamEntry& e, int64_t index) {
   plan.master = master_of(e.master, op_);
   TORCH_CHECK_VALUE(plan.master != TE_MASTER_REMAINDER || (!fp8 && plan.param == TE_BFLOAT16), op_, ": 'param' ", index,
                     " is ", e.param.scalar_type(), ", wanted bfloat16: its 'master_param' is a remainder of one; make ",
-                    "its state anew where its dtype has changed.");
+                    "its state again where its dtype has changed.");
   TORCH_CHECK_VALUE(!fp8 || e.master.defined(), op_, ": 'master_param' ", index, " is None beside an FP8 weight, ",
-                    "wanted float32 or float16: what is smaller than its steps would be lost.");
-  // An FP8 weight's bytes may have a pitch: a state says how everything else has to lie.
+                    "wanted float32 or float16, as small updates of FP8 values would be lost.");
+  // An FP8 weight's bytes may have a pitch: the layout of a state is the reference for all other tensors.
   const Tensor& like = fp8 ? e.exp_avg : e.param;
   te_optimizer_tensor tensor{e.param.numel(), {}};
   const auto take = [&](int list, const Span& span, std::vector<Span>& spans) {
@@ -276,9 +277,9 @@ void AdamCalls::run(const AdamOptions& o) const {
     check(te_optimizer_adam(&plan, call.tensors.data(), call.scales.empty() ? nullptr : call.scales.data(), count,
                             ordinal(call.any.device()), current_stream(call.any)));
   };
-  for (const Call& call : calls_) step(call, 0);  // every plan is looked at before any is carried out
+  for (const Call& call : calls_) step(call, 0);  // checks all calls before the first one runs
   for (const Call& call : calls_) step(call, int64_t(call.tensors.size()));
-  for (const Tensor& t : params_) bump_version(t);  // no graph holds a state
+  for (const Tensor& t : params_) bump_version(t);  // states are in no graph
   if (o.inv_scale.has_value() && o.inv_scale->defined()) {
     for (const Tensor& t : grads_) bump_version(t);
   }

@@ -1,5 +1,5 @@
-// A step of a whole optimizer: its parameters' gradients and states are taken from where Python keeps them, checked,
-// and only then stepped. It runs once a parameter and step, so it touches each Python object once.
+// A step of a whole optimizer: takes gradients and states from their Python objects, checks all of them, and then
+// steps. It runs for every parameter in each step, so that it touches each Python object once.
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Exceptions.h>
@@ -22,24 +22,24 @@ const Tensor& tensor_of(PyObject* object, const char* op, const char* list, int6
 }
 
 PyObject* item(PyObject* dict, PyObject* key) {
-  return dict != nullptr && PyDict_Check(dict) ? PyDict_GetItemWithError(dict, key) : nullptr;  // borrowed
+  return dict != nullptr && PyDict_Check(dict) ? PyDict_GetItemWithError(dict, key) : nullptr;  // a borrowed reference
 }
 
 Tensor laid_out_as(const Tensor& like, const Tensor& grad) {
   return at::empty_strided(like.sizes(), like.strides(), grad.options()).copy_(grad);
 }
 
-// A gradient as something that a step can read.
+// Checks that a step can read the gradient.
 void check_grad(const Tensor& grad, const Tensor& like, const char* op, int64_t index) {
-  TORCH_CHECK_VALUE(grad.layout() == at::kStrided, op, ": the gradient of parameter ", index, " has layout ",
-                    grad.layout(), ", wanted a dense one; make the layer with sparse=False, or take an optimizer for ",
-                    "sparse gradients.");
+  TORCH_CHECK_VALUE(
+      grad.layout() == at::kStrided, op, ": the gradient of parameter ", index, " has layout ", grad.layout(),
+      ", wanted a dense gradient; create the layer with sparse=False, or take an optimizer for ", "sparse gradients.");
   TORCH_CHECK_VALUE(grad.sizes() == like.sizes(), op, ": the gradient of parameter ", index, " has shape ",
                     grad.sizes(), ", wanted ", like.sizes(), ".");
   check_float(grad, op, "grad");
 }
 
-// The parameters of one group that are stepped alike.
+// Parameters of one group with equal options.
 class AdamLists {
  public:
   AdamLists(std::string op, at::ScalarType exp_avg, at::ScalarType exp_avg_sq, std::optional<at::ScalarType> master,
@@ -51,10 +51,10 @@ class AdamLists {
         rounding_(rounding),
         calls_(op_.c_str()) {}
 
-  // grads: one for each of `params` or None; or None for what lies in .grad. states: a dict for each parameter, or None
-  // for one without. scales: the pairs of scaled states likewise. fp8: (scale, amax, scale_inv, is_e5m2) of FP8
-  // weights, whose `params` are their bytes. Parameters without a gradient are left out. Returns the indices of those
-  // that have one, and no state.
+  // grads: a gradient or None for each parameter, or None to read .grad. states: a dict or None for each parameter.
+  // scales: the pairs of scaled states likewise. fp8: (scale, amax, scale_inv, is_e5m2) of FP8 weights, whose `params`
+  // are their bytes. Parameters without a gradient are skipped. Returns the indices of parameters with a gradient but
+  // no state.
   std::vector<int64_t> add(const py::list& params, const py::object& grads, const py::list& states,
                            const py::object& scales, const py::object& fp8) {
     std::vector<int64_t> without_state;
@@ -87,7 +87,7 @@ class AdamLists {
   }
 
  private:
-  // A state, and its scale's pair where it has one.
+  // A state, with the pair of its scale if it has one.
   struct State {
     const Tensor& value;
     const Tensor& pair;
@@ -95,16 +95,16 @@ class AdamLists {
   State state_of(PyObject* state, PyObject* scales, PyObject* key, const char* list, at::ScalarType wanted, int64_t i) {
     const Tensor& value = tensor_of(item(state, key), op_.c_str(), list, i);
     TORCH_CHECK_VALUE(value.scalar_type() == wanted, op_, ": '", list, "' ", i, " has dtype ", value.scalar_type(),
-                      ", wanted ", wanted, " as the optimizer was made; load_state_dict converts.");
+                      ", wanted ", wanted, " as in the optimizer's options; load_state_dict() converts states.");
     const bool scaled = wanted == at::kHalf || wanted == at::kByte;
     return {value, scaled ? tensor_of(item(scales, key), op_.c_str(), list, i) : none_};
   }
 
-  // As many elements are not enough: those of a transposed weight would be stepped by others' moments.
+  // The shape has to be equal, not only the number of elements: a transposed weight would use wrong moments.
   void check_shape(const State& state, const Tensor& like, const char* list, int64_t i) const {
     TORCH_CHECK_VALUE(state.value.sizes() == like.sizes(), op_, ": '", list, "' ", i, " has shape ",
                       state.value.sizes(), ", wanted ", like.sizes(),
-                      " like its parameter; initialize_state(parameter) makes another.");
+                      " like its parameter; initialize_state(parameter) creates a new one.");
   }
 
   void add_one(int64_t i, const Tensor& param, const Tensor& given, PyObject* state, PyObject* scales, py::handle fp8) {
@@ -153,7 +153,7 @@ class AdamLists {
   const at::ScalarType rounding_;
   AdamCalls calls_;
   int64_t count_ = 0;
-  std::deque<std::pair<Tensor, Tensor>> copies_;  // gradients that do not lie in memory as their parameters do
+  std::deque<std::pair<Tensor, Tensor>> copies_;  // gradients with other strides than their parameters
   const Tensor none_;
 };
 

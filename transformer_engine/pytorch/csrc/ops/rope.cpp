@@ -1,5 +1,5 @@
-// rope, binding: two autograd nodes (q and k; a packed qkv projection), schemas and Python entries. A node keeps the
-// angles and nothing else.
+// The binding of rotary embeddings: two autograd nodes (for q and k, and for a packed qkv projection), schemas and
+// Python functions. A node saves only the angles.
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
 #include "ops/rope_kernels.h"
@@ -18,22 +18,22 @@ struct RopeFamily {
   };
   enum Saved { kFreqs, kStart };
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& q, const OptionalTensor& k,
                                const Tensor& freqs, const OptionalTensor& start, bool batch_first, bool interleaved) {
     state = {batch_first, interleaved};
     save.keep(kFreqs, freqs, kAngles);
     save.keep(kStart, start, kAngles);
-    return DispatchMode::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
+    return Mode::template call<rope_fwd>("te::rope_fwd", q, k, freqs, start, batch_first, interleaved, false);
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     const bool dq = wanted[0] && grads[0].defined();
     const bool dk = grads.size() > 1 && wanted[1] && grads[1].defined();
     if (!dq && !dk) return {};
-    const Tensors out = DispatchMode::template call<rope_fwd>(
+    const Tensors out = Mode::template call<rope_fwd>(
         "te::rope_fwd", dq ? grads[0] : grads[1], dq && dk ? OptionalTensor(grads[1]) : std::nullopt, saved[kFreqs],
         saved.optional(kStart), state.batch_first, state.interleaved, true);
     return {dq ? out[0] : Tensor(), dk ? out.back() : Tensor()};
@@ -49,7 +49,7 @@ struct RopeQkvFamily {
   };
   enum Saved { kQFreqs, kKFreqs, kStart };
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& qkv, const Tensor& q_freqs,
                                const OptionalTensor& k_freqs, const OptionalTensor& start, at::IntArrayRef heads,
                                bool batch_first, bool interleaved) {
@@ -57,19 +57,19 @@ struct RopeQkvFamily {
     save.keep(kQFreqs, q_freqs, kAngles);
     save.keep(kKFreqs, k_freqs, kAngles);
     save.keep(kStart, start, kAngles);
-    auto [q, k, v] = DispatchMode::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
-                                                               batch_first, interleaved);
+    auto [q, k, v] = Mode::template call<rope_qkv_fwd>("te::rope_qkv_fwd", qkv, q_freqs, k_freqs, start, heads,
+                                                       batch_first, interleaved);
     return {q, k, v};
   }
 
-  template <class DispatchMode>
+  template <class Mode>
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !(grads[0].defined() || grads[1].defined() || grads[2].defined())) return {};
-    return {DispatchMode::template call<rope_qkv_bwd>("te::rope_qkv_bwd", optional(grads[0]), optional(grads[1]),
-                                                      optional(grads[2]), saved[kQFreqs], saved.optional(kKFreqs),
-                                                      saved.optional(kStart), at::IntArrayRef(state.heads),
-                                                      state.batch_first, state.interleaved)};
+    return {Mode::template call<rope_qkv_bwd>("te::rope_qkv_bwd", optional(grads[0]), optional(grads[1]),
+                                              optional(grads[2]), saved[kQFreqs], saved.optional(kKFreqs),
+                                              saved.optional(kStart), at::IntArrayRef(state.heads), state.batch_first,
+                                              state.interleaved)};
   }
 };
 
@@ -96,7 +96,7 @@ Three rope_qkv_dispatched(const Tensor& qkv, const Tensor& q_freqs, const Option
                                         interleaved);
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Tensors rope(const Tensor& q, const OptionalTensor& k, const Tensor& freqs, const OptionalTensor& start,
              bool batch_first, bool interleaved) {
   if (must_dispatch({&q, pointer_to(k), &freqs, pointer_to(start)})) {
@@ -120,32 +120,27 @@ Three rope_qkv(const Tensor& qkv, const Tensor& q_freqs, const OptionalTensor& k
 
 }  // namespace
 
-TE_OP_REGISTRATION(rope, faces) {
-  faces
-      .op("rope_fwd(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved, "
-          "bool backward) -> Tensor[]")
+TE_OP_REGISTRATION(rope, ops) {
+  ops.op("rope_fwd(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved, "
+         "bool backward) -> Tensor[]")
       .kernel(rope_fwd)
       .meta(rope_fwd_meta)
       .python(rope_fwd);
-  faces
-      .op("rope_qkv_fwd(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
-          "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
+  ops.op("rope_qkv_fwd(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
+         "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
       .kernel(rope_qkv_fwd)
       .meta(rope_qkv_fwd_meta);
-  faces
-      .op("rope_qkv_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, "
-          "int[] heads, bool batch_first, bool interleaved) -> Tensor")
+  ops.op("rope_qkv_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, "
+         "int[] heads, bool batch_first, bool interleaved) -> Tensor")
       .kernel(rope_qkv_bwd)
       .meta(rope_qkv_bwd_meta);
-  faces
-      .op("rope(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved) -> "
-          "Tensor[]")
+  ops.op("rope(Tensor q, Tensor? k, Tensor freqs, Tensor? start_positions, bool batch_first, bool interleaved) -> "
+         "Tensor[]")
       .composite(rope_dispatched)
       .autograd(rope_autograd)
       .python(rope);
-  faces
-      .op("rope_qkv(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
-          "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
+  ops.op("rope_qkv(Tensor qkv, Tensor q_freqs, Tensor? k_freqs, Tensor? start_positions, int[] heads, bool "
+         "batch_first, bool interleaved) -> (Tensor, Tensor, Tensor)")
       .composite(rope_qkv_dispatched)
       .autograd(rope_qkv_autograd)
       .python(rope_qkv);

@@ -22,7 +22,7 @@ void check_heads(const Tensor& t, const char* argument) {
       ", wanted 4 dimensions: [seq, batch, heads, head_dim] (sbhd) or [batch, seq, heads, head_dim] (bshd).");
 }
 
-// freqs [positions, 1, 1, rot_dim], as RotaryPositionEmbedding gives them, or [positions, rot_dim].
+// freqs: [positions, 1, 1, rot_dim], as of RotaryPositionEmbedding, or [positions, rot_dim].
 void check_freqs(const Tensor& freqs, const char* argument, const Tensor& x, bool batch_first) {
   const bool shaped = freqs.dim() == 2 || (freqs.dim() == 4 && freqs.sym_size(1) == 1 && freqs.sym_size(2) == 1);
   TORCH_CHECK_VALUE(shaped, kOp, ": argument '", argument, "' has shape ", freqs.sym_sizes(),
@@ -32,12 +32,12 @@ void check_freqs(const Tensor& freqs, const char* argument, const Tensor& x, boo
   TORCH_CHECK_VALUE(freqs.device() == x.device(), kOp, ": argument '", argument, "' is on ", freqs.device(),
                     ", wanted ", x.device(), " like the input; move it with .to(device).");
   TORCH_CHECK_NOT_IMPLEMENTED(!freqs.requires_grad(), kOp, ": argument '", argument,
-                              "' requires a gradient, which the fused op does not make; detach it, or call "
+                              "' requires a gradient, which the fused op does not compute; detach it, or call "
                               "apply_rotary_pos_emb with fused=False.");
   const c10::SymInt seq = x.sym_size(batch_first ? 1 : 0);
   TORCH_CHECK_VALUE(freqs.sym_size(0) >= seq, kOp, ": argument '", argument, "' has ", freqs.sym_size(0),
-                    " positions, wanted at least the sequence length ", seq, ": RotaryPositionEmbedding(dim)(", seq,
-                    ") has them.");
+                    " positions, wanted at least the sequence length ", seq, ": pass RotaryPositionEmbedding(dim)(",
+                    seq, ").");
 }
 
 void check_start_positions(const OptionalTensor& start, const Tensor& x, bool batch_first) {
@@ -60,7 +60,7 @@ c10::SymInt packed_head_dim(const Tensor& qkv, at::IntArrayRef heads) {
   return qkv.sym_size(3) / all;
 }
 
-// ---- tensors as the core's PODs ----
+// ---- tensors for the C API ----
 
 Tensor dense_last(const Tensor& t) {
   if (t.is_neg()) return t.resolve_neg().contiguous();
@@ -103,7 +103,7 @@ Tensor dense_rows(const Tensor& freqs) {
   return dense_last(apart ? freqs : freqs.contiguous());
 }
 
-// The angles of a plan; holds what had to be copied until the launch.
+// The angles of a plan; holds copies until the launch.
 class Angles {
  public:
   Angles(te_rope_plan& plan, const Tensor& q_freqs, const OptionalTensor& k_freqs, const OptionalTensor& start)
@@ -123,7 +123,7 @@ class Angles {
  private:
   static te_tensor table(const Tensor& freqs) {
     const int32_t device = freqs.is_cpu() ? TE_DEVICE_CPU : freqs.device().index();
-    const int64_t pitch = std::max(freqs.stride(0), freqs.size(-1));  // a lone row may have any stride
+    const int64_t pitch = std::max(freqs.stride(0), freqs.size(-1));  // the stride of a single row is arbitrary
     return {freqs.numel() == 0 ? nullptr : freqs.data_ptr(), freqs.size(0), freqs.size(-1), pitch, TE_FLOAT32, device};
   }
 
@@ -159,12 +159,12 @@ void check_packed(const Tensor& like, const Tensor& q_freqs, const OptionalTenso
 
 bool is_there(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// The first gradient that is there, and its place; a node is not run when none is.
+// The first defined gradient and its index; autograd runs no node without one.
 size_t first_of(const OptionalTensor (&grads)[3]) {
   for (size_t i = 0; i < 3; ++i) {
     if (is_there(grads[i])) return i;
   }
-  TORCH_CHECK_VALUE(false, kOp, ": arguments 'dq', 'dk', 'dv' are all absent, wanted one at least.");
+  TORCH_CHECK_VALUE(false, kOp, ": arguments 'dq', 'dk', 'dv' are all absent, wanted at least one.");
 }
 
 }  // namespace

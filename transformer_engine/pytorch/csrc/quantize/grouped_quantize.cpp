@@ -28,7 +28,7 @@ Int rounded_up(const Int& n, int64_t to) {
   return (n + (to - 1)) / to * to;
 }
 
-// How many panels any split of the rows may need: te_grouped_quantize's P.
+// The largest number of panels of any split of the rows: P of te_grouped_quantize.
 c10::SymInt most_panels(const c10::SymInt& rows, size_t groups) {
   const c10::SymInt many = rows.min(c10::SymInt(int64_t(groups)));
   return (rows - many) / kPanel + many;
@@ -44,14 +44,14 @@ void check_input(const Tensor& x, const Tensor& offsets, const QuantizeSpec& spe
       "', wanted delayed, current or block1d.");
 }
 
-// The shape of scales in a direction; panels: P, 0 for the rowwise one.
+// The shape of scales in a direction. panels: P, or 0 for rowwise.
 std::array<c10::SymInt, 2> scales_of(te_scaling scaling, const Tensor& x, size_t groups, bool panels) {
   if (scaling == TE_SCALING_TENSOR) return {1, int64_t(groups)};
   if (panels) return {most_panels(x.sym_size(0), groups), rounded_up(x.sym_size(1), 4)};
   return te::scale_shape(scaling, x.sym_size(0), x.sym_size(1));
 }
 
-// Not initialised; `apart`: the scales of TENSOR twice, for an op, whose results are memory of their own each.
+// Not initialized. apart: the scales of TENSOR are allocated twice, as the results of an op may not share memory.
 Quantized empty_grouped(const QuantizeSpec& spec, const Tensor& x, size_t groups, QuantizeUsage usage, bool apart) {
   const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
   Quantized q;
@@ -87,7 +87,7 @@ te_tensor floats_of(const Tensor& t, const char* argument) {
   return t.defined() ? view_2d(t, kGrouped, argument) : absent();
 }
 
-// The state of delayed scaling, one address for each group; of current scaling the amaxes alone, where they are kept.
+// The state of delayed scaling, one address for each group; of current scaling only the amaxes, where requested.
 struct States {
   std::vector<const float*> scales;
   std::vector<float*> amaxes;
@@ -186,10 +186,9 @@ Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Ten
   return (values * scale_inv.flatten().index_select(0, group).unsqueeze(1)).to(dtype);
 }
 
-TE_OP_REGISTRATION(grouped_quantize, faces) {
-  faces
-      .op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels) -> (Tensor, Tensor, "
-          "Tensor, Tensor)")
+TE_OP_REGISTRATION(grouped_quantize, ops) {
+  ops.op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels) -> (Tensor, Tensor, "
+         "Tensor, Tensor)")
       .kernel(grouped_quantize_op)
       .meta(grouped_quantize_meta);
 }

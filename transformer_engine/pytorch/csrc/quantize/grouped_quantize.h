@@ -1,5 +1,5 @@
-// quantize_grouped, kernel wrappers that other bindings call: rows in groups as FP8, each group as if alone, where only
-// the device knows how many rows a group has (transformer_engine/grouped_quantize.h). One launch for all of them.
+// Kernel wrappers of grouped quantization: quantizes rows in groups to FP8, each group as if it was alone, where only
+// the device knows the sizes of the groups (transformer_engine/grouped_quantize.h). One launch for all groups.
 #pragma once
 
 #include "quantize/quantize.h"
@@ -8,19 +8,19 @@ namespace te_torch {
 
 inline constexpr size_t kMostQuantizedGroups = 1024;  // of a launch: TE_GROUPED_QUANTIZE_GROUPS
 
-// Of x [R, K]: rowwise data as ever, and, for columnwise, panels [P, K, 128], up to 128 rows of one group each. Scales
-// of TENSOR are [1, groups]; of blocks rowwise those of one matrix, columnwise [P, roundup(K, 4)]. Rows of nobody,
-// their scales, and panels behind the last group's hold anything. quantizers: one for all groups, or one for each;
-// delayed, current or block1d, alike but for their state.
+// Quantizes x [R, K]. Rowwise data are as of one matrix; columnwise data are panels [P, K, 128] of up to 128 rows of
+// one group. Scales of TENSOR are [1, groups]; of blocks rowwise as of one matrix, columnwise [P, roundup(K, 4)]. Rows
+// of no group, their scales, and panels after the last group's are undefined. quantizers: one for all groups or one
+// each, of kind delayed, current or block1d, equal except for their state.
 Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tensor& x, const Tensor& offsets,
                            QuantizeUsage usage);
 
-// Quantizers without state as a registered op, te::grouped_quantize: (rowwise, its scales, panels, their scales), empty
-// where not wanted.
+// The registered op te::grouped_quantize, for quantizers without state: (rowwise, its scales, panels, their scales),
+// empty where not requested.
 FourTensors grouped_quantize_op(const Tensor& x, const Tensor& offsets, at::ArrayRef<int64_t> spec, bool rowwise,
                                 bool panels);
 
-// What rowwise data [R, K] with scales [1, groups] means, in `dtype`. Rows of nobody become anything.
+// Dequantizes rowwise data [R, K] with scales [1, groups] to `dtype`. Rows of no group are undefined.
 Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Tensor& offsets, bool e5m2,
                           at::ScalarType dtype);
 

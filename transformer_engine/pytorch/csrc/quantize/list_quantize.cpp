@@ -1,4 +1,4 @@
-// See list_quantize.h. Scales and bytes are made by the engine.
+// See list_quantize.h. The engine computes scales and bytes.
 #include "quantize/list_quantize.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kOp = "quantize";
 
-// Enough for te_quantize_list, which says what it wants of them.
+// The matrices as te_quantize_list checks them.
 bool of_one_form(const Tensor& t, const Tensor& first) {
   if (!t.defined() || !first.defined()) return t.defined() == first.defined();
   return t.sizes() == first.sizes() && t.strides() == first.strides() && t.dtype() == first.dtype() &&
@@ -28,7 +28,7 @@ bool of_one_form(const Quantized& one, const Quantized& first) {
          of_one_form(one.columnwise_scale_inv, first.columnwise_scale_inv);
 }
 
-// Matrices of which takes_list() is true.
+// For matrices with takes_list().
 void run(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, at::ArrayRef<te_quantized> outs,
          const Tensor& noop) {
   const QuantizeSpec& spec = quantizers[0]->spec;
@@ -92,7 +92,7 @@ bool takes_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs) {
         x.scalar_type() != xs[0].scalar_type() || x.device() != xs[0].device() || !state_fits(*quantizers[i], x)) {
       return false;
     }
-    if (x.is_neg()) return false;  // copied, to another pitch
+    if (x.is_neg()) return false;  // would be copied, with another pitch
   }
   const auto kind = quantizers[0]->spec.kind;
   return kind != QuantizeSpec::kNone && kind != QuantizeSpec::kPython;
@@ -100,19 +100,19 @@ bool takes_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs) {
 
 std::vector<Quantized> quantize_list(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs,
                                      QuantizeUsage usage) {
-  std::vector<Quantized> made;
+  std::vector<Quantized> results;
   if (!takes_list(quantizers, xs)) {
-    for (size_t i = 0; i < xs.size(); ++i) made.push_back(quantize(*quantizers[i], xs[i], usage));
-    return made;
+    for (size_t i = 0; i < xs.size(); ++i) results.push_back(quantize(*quantizers[i], xs[i], usage));
+    return results;
   }
   check_float(xs[0], kOp, "x");
-  const at::AutoDispatchBelowADInplaceOrView apart;  // parts of one buffer, but each of a version of its own
-  made = empty_quantized_list(xs.size(), quantizers[0]->spec, xs[0].size(0), xs[0].size(1), usage, xs[0].options());
+  const at::AutoDispatchBelowADInplaceOrView apart;  // views of one buffer with a version counter each
+  results = empty_quantized_list(xs.size(), quantizers[0]->spec, xs[0].size(0), xs[0].size(1), usage, xs[0].options());
   std::vector<te_quantized> views;
-  views.reserve(made.size());
-  for (const Quantized& one : made) views.push_back(view_of(one, kOp, "out"));
+  views.reserve(results.size());
+  for (const Quantized& one : results) views.push_back(view_of(one, kOp, "out"));
   run(quantizers, xs, views, {});
-  return made;
+  return results;
 }
 
 void quantize_list_into(at::ArrayRef<const Quantizer*> quantizers, at::TensorList xs, at::ArrayRef<Quantized> outs,

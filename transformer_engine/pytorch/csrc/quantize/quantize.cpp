@@ -1,5 +1,5 @@
-// quantize, binding: buffers for FP8 data, kernel wrappers, schemas and Meta functions for the quantizers without
-// state. Scales and bytes are made by the engine; a quantizer written in Python is called here and nowhere else.
+// The binding of quantization: buffers for FP8 data, kernel wrappers, and schemas and Meta functions for quantizers
+// without state. The engine computes scales and bytes. Quantizers written in Python are called from this file alone.
 #include "quantize/quantize.h"
 
 #include <ATen/ops/amax.h>
@@ -30,7 +30,7 @@ Int folded_rows(c10::ArrayRef<Int> sizes) {
   return rows;
 }
 
-// Views of a buffer, `step` elements apart.
+// Views of a buffer at a distance of `step` elements.
 std::vector<Tensor> parts_of(const Tensor& all, size_t count, at::IntArrayRef sizes, at::IntArrayRef strides,
                              int64_t step) {
   std::vector<Tensor> parts;
@@ -46,24 +46,25 @@ void check_input(const Tensor& x) {
 
 void check_input(const Tensor& x, const Quantizer& quantizer) {
   check_input(x);
-  TORCH_CHECK_VALUE(quantizer.active(), "quantize: argument 'quantizer' is of kind 'none', which quantizes nothing.");
+  TORCH_CHECK_VALUE(quantizer.active(),
+                    "quantize: argument 'quantizer' is of kind 'none', wanted a kind that quantizes.");
 }
 
-// Of `count` matrices, in one buffer. Those of TENSOR lie on 16 bytes, as all others do.
+// The scales of `count` matrices in one buffer. All are aligned to 16 bytes.
 std::vector<Tensor> empty_scales(size_t count, te_scaling scaling, int64_t rows, int64_t cols,
                                  const at::TensorOptions& like) {
-  const bool whole = scaling == TE_SCALING_TENSOR;
+  const bool per_tensor = scaling == TE_SCALING_TENSOR;
   const auto options = like.dtype(at::kFloat);
-  if (count == 1 && whole) return {at::empty({2}, options)};
+  if (count == 1 && per_tensor) return {at::empty({2}, options)};
   const auto [down, along] = te::scale_shape(scaling, rows, cols);
   if (count == 1) return {at::empty({down, along}, options)};
-  const int64_t step = whole ? 4 : down * along;
-  return whole ? parts_of(at::empty({int64_t(count), step}, options), count, {2}, {1}, step)
-               : parts_of(at::empty({int64_t(count), step}, options), count, {down, along},
-                          {std::max<int64_t>(along, 1), 1}, step);
+  const int64_t step = per_tensor ? 4 : down * along;
+  return per_tensor ? parts_of(at::empty({int64_t(count), step}, options), count, {2}, {1}, step)
+                    : parts_of(at::empty({int64_t(count), step}, options), count, {down, along},
+                               {std::max<int64_t>(along, 1), 1}, step);
 }
 
-// FP8 data of `count` matrices, in one buffer: see empty_fp8_data.
+// The FP8 data of `count` matrices in one buffer: see empty_fp8_data.
 std::vector<Tensor> empty_data(size_t count, int64_t rows, int64_t cols, const at::TensorOptions& like) {
   const int64_t pitch = rounded_up(cols, kRowBytes), all_rows = rounded_up(rows, kRowBytes), n = int64_t(count);
   const Tensor data = at::empty({n * all_rows, pitch}, like.dtype(at::kByte));
@@ -82,8 +83,8 @@ void fill_parts(const Tensor& x, const Tensor& noop, te_tensor parts) {
 
 Tensor empty_parts(const at::TensorOptions& like) { return at::empty({1, TE_QUANTIZE_PARTS}, like.dtype(at::kFloat)); }
 
-// `x` has foldable rows.
-void run(QuantizePlan& plan, const Tensor& x, const Quantized& out, Tensor* dbias) {
+// The rows of `x` can be folded.
+void run(OutputQuantization& plan, const Tensor& x, const Quantized& out, Tensor* dbias) {
   const te_tensor source = view_2d(x, "quantize", "x");
   if (dbias != nullptr) plan.want_column_sums(source.rows, source.cols, x.options());
   const te_quantized target = view_of(out, "quantize", "out");
@@ -93,7 +94,7 @@ void run(QuantizePlan& plan, const Tensor& x, const Quantized& out, Tensor* dbia
 
 void run(const Quantizer& quantizer, const Tensor& in, const Quantized& out, const Tensor& noop, const Tensor& amax,
          Tensor* dbias) {
-  QuantizePlan plan(quantizer, in.options(), [&](te_tensor parts) {
+  OutputQuantization plan(quantizer, in.options(), [&](te_tensor parts) {
     if (!amax.defined()) fill_parts(in, noop, parts);
   });
   if (amax.defined()) plan.plan.amax_parts = view_2d(amax, "quantize", "amax");
@@ -102,12 +103,12 @@ void run(const Quantizer& quantizer, const Tensor& in, const Quantized& out, con
 }
 
 // Takes the GIL and calls the Python quantizer's `_quantize_native(x, rowwise, columnwise)`, which returns a
-// _C.Quantized, or None to leave x as it is. Its dbias is made here, by the same sums as everybody's.
+// _C.Quantized, or None to leave x as it is. dbias is computed here, by the same sums as for other quantizers.
 Quantized quantize_in_python(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage, Tensor* dbias) {
   if (dbias != nullptr) {
     Quantized nothing;
-    nothing.scaling = TE_SCALING_BLOCK_1D;  // which needs no scale
-    QuantizePlan sums(QuantizeSpec{QuantizeSpec::kBlock1d}, {});
+    nothing.scaling = TE_SCALING_BLOCK_1D;  // needs no scale
+    OutputQuantization sums(QuantizeSpec{QuantizeSpec::kBlock1d}, {});
     run(sums, rows_of(x), nothing, dbias);
   }
   const pybind11::gil_scoped_acquire gil;
@@ -203,11 +204,12 @@ te_quantized view_of(const Quantized& q, const char* op, const char* argument) {
           maybe(q.rowwise_scale_inv, op, argument), maybe(q.columnwise_scale_inv, op, argument)};
 }
 
-QuantizePlan::QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& like,
-                           c10::function_ref<void(te_tensor parts)> fill_parts) {
+OutputQuantization::OutputQuantization(const Quantizer& quantizer, const at::TensorOptions& like,
+                                       c10::function_ref<void(te_tensor parts)> fill_parts) {
   const QuantizeSpec& spec = quantizer.spec;
-  TORCH_CHECK_VALUE(quantizer.active() && spec.kind != QuantizeSpec::kPython,
-                    "quantize: argument 'quantizer' is no built-in one, and has no plan.");
+  TORCH_CHECK_VALUE(
+      quantizer.active() && spec.kind != QuantizeSpec::kPython,
+      "quantize: argument 'quantizer' is not a built-in quantizer, wanted one; quantize the output of the op instead.");
   plan.pow_2_scales = spec.pow_2_scales;
   plan.amax_epsilon = spec.amax_epsilon;
   if (spec.scaling() != TE_SCALING_TENSOR) return;
@@ -221,23 +223,23 @@ QuantizePlan::QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& 
   }
 }
 
-QuantizePlan::QuantizePlan(const QuantizeSpec& spec, const Tensor& used_scales) {
+OutputQuantization::OutputQuantization(const QuantizeSpec& spec, const Tensor& used_scales) {
   plan.pow_2_scales = spec.pow_2_scales;
   plan.amax_epsilon = spec.amax_epsilon;
   if (spec.scaling() != TE_SCALING_TENSOR) return;
   TORCH_CHECK_VALUE(used_scales.defined() && used_scales.numel() == 2 && used_scales.scalar_type() == at::kFloat,
                     "quantize: argument 'used_scales' holds no scale, wanted the scales of a quantized tensor.");
   plan.scale = view_2d(used_scales, "quantize", "used_scales");
-  plan.scale.data = static_cast<float*>(plan.scale.data) + 1;  // behind scale_inv
+  plan.scale.data = static_cast<float*>(plan.scale.data) + 1;  // after scale_inv
   plan.scale.cols = plan.scale.row_pitch = 1;
 }
 
-void QuantizePlan::want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like) {
+void OutputQuantization::want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like) {
   column_sums = at::empty({rounded_up(rows, kBlock) / kBlock, cols}, like.dtype(at::kFloat));
   plan.column_sums = view_2d(column_sums, "quantize", "column_sums");
 }
 
-Tensor QuantizePlan::bias_gradient(at::ScalarType dtype) const {
+Tensor OutputQuantization::bias_gradient(at::ScalarType dtype) const {
   const Tensor dbias = at::empty({column_sums.size(1)}, column_sums.options().dtype(dtype));
   check(te_quantize_sum_columns(view_2d(column_sums, "quantize", "column_sums"), view_2d(dbias, "quantize", "dbias"),
                                 current_stream(dbias)));
@@ -271,7 +273,7 @@ Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, co
   check_input(x);
   const Tensor in = rows_of(x);
   const Quantized out = empty_quantized(spec, folded_rows(in.sizes()), in.size(-1), usage, in.options());
-  QuantizePlan plan(spec, used_scales);
+  OutputQuantization plan(spec, used_scales);
   run(plan, in, out, nullptr);
   return out;
 }
@@ -304,7 +306,7 @@ Tensor quantize_amax(const Tensor& x) {
 
 namespace {
 
-// An op's results are memory of their own each: the scales that both directions of TENSOR share come twice.
+// The results of an op may not share memory: the scales that both directions of TENSOR share are copied.
 FiveTensors results_of(const Quantized& q, const Tensor& dbias, const at::TensorOptions& like) {
   const auto or_empty = [](const Tensor& t, const at::TensorOptions& options) {
     return t.defined() ? t : at::empty({0}, options);
@@ -373,20 +375,17 @@ Tensor dequantize_meta(const Tensor& data, const Tensor&, int64_t, bool, bool co
 
 }  // namespace
 
-TE_OP_REGISTRATION(quantize, faces) {
-  faces
-      .op("quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, "
-          "Tensor, Tensor)")
+TE_OP_REGISTRATION(quantize, ops) {
+  ops.op("quantize(Tensor x, int[] spec, bool rowwise, bool columnwise, bool dbias) -> (Tensor, Tensor, Tensor, "
+         "Tensor, Tensor)")
       .kernel(quantize_op)
       .meta(quantize_meta);
-  faces
-      .op("quantize_again(Tensor x, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
-          "Tensor, Tensor)")
+  ops.op("quantize_again(Tensor x, int[] spec, Tensor used_scales, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
+         "Tensor, Tensor)")
       .kernel(quantize_again_op)
       .meta(quantize_again_meta);
-  faces
-      .op("dequantize(Tensor data, Tensor scale_inv, int scaling, bool e5m2, bool columnwise, ScalarType dtype) -> "
-          "Tensor")
+  ops.op("dequantize(Tensor data, Tensor scale_inv, int scaling, bool e5m2, bool columnwise, ScalarType dtype) -> "
+         "Tensor")
       .kernel(dequantize_op)
       .meta(dequantize_meta);
 }

@@ -1,5 +1,5 @@
-// quantize, kernel wrappers that other bindings call, and what they pass around: a Quantizer says how a tensor becomes
-// FP8, a Quantized is the result as plain tensors, which autograd keeps like any others.
+// Kernel wrappers of quantization and their types: a Quantizer describes how a tensor becomes FP8; a Quantized is the
+// result as plain tensors, which autograd saves like any others.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -12,9 +12,9 @@
 
 namespace te_torch {
 
-// The kinds of quantizers, by their names in Python, and the scaling of what they make. none: as it is. delayed: by a
-// scale that is given. current: by the tensor's own amax. python: by a quantizer written in Python, eager alone.
-// X(enumerator, name, scaling, stateless: the integers of a spec say all of it, so a schema can carry it)
+// The kinds of quantizers by their names in Python, and their scaling. none: does not quantize. delayed: by a given
+// scale. current: by the tensor's own amax. python: by a quantizer written in Python, in eager mode alone.
+// X(enumerator, name, scaling, stateless: a spec of integers describes all of it, so that a schema can carry it)
 #define TE_QUANTIZER_TABLE(X)            \
   X(kNone, "none", TENSOR, false)        \
   X(kDelayed, "delayed", TENSOR, false)  \
@@ -34,7 +34,7 @@ inline constexpr QuantizerKind kQuantizerKinds[] = {
 #undef TE_QUANTIZER_KIND
 };
 
-// How a tensor is quantized, as plain values: what a schema carries.
+// How a tensor is quantized, as plain values that a schema can carry.
 struct QuantizeSpec {
   enum Kind : int8_t {
 #define TE_QUANTIZER_ENUMERATOR(enumerator, ...) enumerator,
@@ -56,7 +56,7 @@ struct QuantizeSpec {
 };
 
 // An FP8 matrix: uint8 data [rows, cols] and [cols, rows], float32 scales as in transformer_engine/quantize.h (those of
-// TENSOR hold two: scale_inv and scale). Undefined where a direction is not there.
+// TENSOR hold two: scale_inv and scale). Undefined for a missing direction.
 struct Quantized {
   te_scaling scaling = TE_SCALING_TENSOR;
   bool e5m2 = false;
@@ -66,67 +66,68 @@ struct Quantized {
   te_dtype dtype() const { return e5m2 ? TE_FLOAT8_E5M2 : TE_FLOAT8_E4M3; }
 };
 
-// Which directions are wanted.
+// The directions to quantize.
 struct QuantizeUsage {
   bool rowwise = false;
   bool columnwise = false;
 };
 
-// A quantizer of a module: the spec, and the state that delayed scaling keeps between steps.
+// A quantizer of a module: the spec, and the state of delayed scaling between steps.
 struct Quantizer {
   QuantizeSpec spec;
   Tensor scale;                            // float32 [1], kDelayed: read
-  Tensor amax;                             // float32 [1], kDelayed: takes the maximum; undefined: not wanted
+  Tensor amax;                             // float32 [1], kDelayed: updated with the maximum; undefined: not computed
   std::shared_ptr<const PyObject> python;  // kPython
 
   bool active() const { return spec.kind != QuantizeSpec::kNone; }
 };
 
-// FP8 data of one direction: uint8 [rows, cols], a view on a buffer whose rows and pitch are rounded up to 16 (FP8
-// products need both) and whose rows beyond are zeroed. Not otherwise initialised.
+// FP8 data of one direction: uint8 [rows, cols], a view of a buffer whose rows and pitch are rounded up to 16, as FP8
+// GEMMs need. The additional rows are zeroed, the others not initialized.
 Tensor empty_fp8_data(int64_t rows, int64_t cols, const at::TensorOptions& like);
 
-// Such data for the directions of a [rows, cols] matrix, [rows, cols] and [cols, rows], and their scales.
+// The data and scales of the requested directions of a [rows, cols] matrix: [rows, cols] and [cols, rows].
 Quantized empty_quantized(const QuantizeSpec& spec, int64_t rows, int64_t cols, QuantizeUsage usage,
                           const at::TensorOptions& like);
 
-// The same of many that are alike: one buffer for all data of a direction, one for its scales.
+// The same for several equal matrices: one buffer for all data of a direction, one for its scales.
 std::vector<Quantized> empty_quantized_list(size_t count, const QuantizeSpec& spec, int64_t rows, int64_t cols,
                                             QuantizeUsage usage, const at::TensorOptions& like);
 
-// The C API's view of it.
+// A view for the C API.
 te_quantized view_of(const Quantized& q, const char* op, const char* argument);
 
-// A plan of the C API with the tensors that it points to: what the kernel wrapper of a fused producer needs.
-struct QuantizePlan {
+// The quantization of a fused producer's output: a te_quantize_plan with the tensors that it points to.
+struct OutputQuantization {
   te_quantize_plan plan{};
   Tensor amax_parts, column_sums;
 
-  // What a built-in quantizer says. fill_parts(parts) makes the amax parts, and is called under current scaling alone.
-  QuantizePlan(const Quantizer& quantizer, const at::TensorOptions& like,
-               c10::function_ref<void(te_tensor parts)> fill_parts);
-  // Again by the scale that was used before (TENSOR: `used_scales` holds it; blocks need none): no amax is touched.
-  QuantizePlan(const QuantizeSpec& spec, const Tensor& used_scales);
+  // By a built-in quantizer. Under current scaling, fill_parts(parts) is called to compute the partial amaxes.
+  OutputQuantization(const Quantizer& quantizer, const at::TensorOptions& like,
+                     c10::function_ref<void(te_tensor parts)> fill_parts);
+  // With the scale of an earlier quantization (TENSOR: in `used_scales`; blocks need none). Changes no amax.
+  OutputQuantization(const QuantizeSpec& spec, const Tensor& used_scales);
 
   void want_column_sums(int64_t rows, int64_t cols, const at::TensorOptions& like);
-  Tensor bias_gradient(at::ScalarType dtype) const;  // of the sums that the call has made
+  Tensor bias_gradient(at::ScalarType dtype) const;  // from the column sums of the call
 };
 
-// x, its leading dimensions folded into rows, by the quantizer; undefined where one in Python leaves x alone. With
-// dbias also the sums of its columns, in x's dtype. noop: float32 [1], or undefined.
+// Quantizes x with its leading dimensions folded into rows; undefined where a Python quantizer leaves x as it is. dbias
+// gets the sums of x's columns, in its dtype.
 Quantized quantize(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage, Tensor* dbias = nullptr);
 
-// Again by the scale that was used before: same bits, no amax touched.
+// With the scale of an earlier quantization: gives the same bits and changes no amax.
 Quantized quantize_again(const QuantizeSpec& spec, const Tensor& used_scales, const Tensor& x, QuantizeUsage usage);
 
-// The same into `out`; noop and amax (current scaling: an amax from elsewhere, in place of x's own) may be undefined.
+// Like quantize(), into `out`. noop: float32 [1]. amax: used in place of x's own under current scaling. Both may be
+// undefined.
 Quantized quantize_into(const Quantizer& quantizer, const Tensor& x, const Quantized& out, const Tensor& noop,
                         const Tensor& amax);
 
-// FP8 data, a uint8 matrix whose rows are contiguous, as the C API takes it; absent where undefined.
+// A view of FP8 data, a uint8 matrix with contiguous rows, for the C API; absent() where undefined.
 te_tensor bytes_view(const Tensor& t, te_dtype dtype, const char* op, const char* argument);
 
-// [cols, rows] of bytes [rows, cols], in `out`, or in a buffer like empty_quantized's.
+// The transpose [cols, rows] of bytes [rows, cols], in `out` or in a new buffer as of empty_quantized().
 Tensor fp8_transpose(const Tensor& data, const OptionalTensor& out);
 
 // float32 [1]: the largest |x|.
@@ -137,15 +138,15 @@ te_scaling scaling_of(int64_t number);
 // [rows, cols] in `dtype`.
 Tensor dequantize(const Quantized& q, at::ScalarType dtype);
 
-// The quantizer of a spec that a schema can carry: current, block1d or block2d.
+// The quantizer of a stateless spec: current, block1d or block2d.
 Quantizer stateless_quantizer(at::ArrayRef<int64_t> spec);
 
-// Quantizers without state as a registered op, te::quantize: (rowwise, rowwise_scale_inv, columnwise,
-// columnwise_scale_inv, dbias), empty where not wanted.
+// The registered op te::quantize, for quantizers without state: (rowwise, rowwise_scale_inv, columnwise,
+// columnwise_scale_inv, dbias), empty where not requested.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 FiveTensors quantize_op(const Tensor& x, at::ArrayRef<int64_t> spec, bool rowwise, bool columnwise, bool dbias);
 
-// quantize_again likewise, te::quantize_again, for scales of the whole tensor: without dbias.
+// The registered op te::quantize_again, for scales of the whole tensor, without dbias.
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 FourTensors quantize_again_op(const Tensor& x, at::ArrayRef<int64_t> spec, const Tensor& used_scales, bool rowwise,
                               bool columnwise);

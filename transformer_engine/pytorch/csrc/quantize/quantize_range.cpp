@@ -1,5 +1,5 @@
-// quantize, binding of ranges: a part of a weight as a part of the whole, into tensors of the caller. Nothing is
-// computed here.
+// The binding of range quantization: quantizes a part of a weight with the scales of the whole weight, into tensors of
+// the caller.
 
 #include "core/op_registration.h"
 #include "quantize/quantize.h"
@@ -25,7 +25,7 @@ te_quantize_range range_of(const Tensor& x, int64_t rows, int64_t cols, int64_t 
                            const char* op) {
   check_float(x, op, "x");
   TORCH_CHECK_VALUE(x.dim() == 1 && x.is_contiguous(), op, ": argument 'x' has shape ", x.sizes(), " and strides ",
-                    x.strides(), ", wanted one dimension that lies densely: .contiguous().view(-1).");
+                    x.strides(), ", wanted one dense dimension; pass .contiguous().view(-1).");
   return {rows, cols, start, view_2d(x, op, "x"), float_dtype(rounded_to, op)};
 }
 
@@ -52,7 +52,7 @@ void quantize_range_cast(const Tensor& x, const Tensor& data, const Tensor& scal
                               "block2d.");
   TORCH_CHECK_VALUE((spec.kind == QuantizeSpec::kDelayed) == (scale.has_value() && scale->defined()), op,
                     ": argument 'scale' is ", scale.has_value() ? "given" : "missing",
-                    ", wanted it for delayed scaling and for no other.");
+                    ", wanted a scale for delayed scaling and None for other kinds.");
   const Tensor bytes = data.dim() == 1 ? data.unsqueeze(0) : data;
   const te_quantize_range_plan plan{spec.scaling(),          maybe(scale, op, "scale"), maybe(amaxes, op, "amaxes"),
                                     maybe(amax, op, "amax"), int(spec.pow_2_scales),    spec.amax_epsilon};
@@ -69,16 +69,14 @@ void cast_meta(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor
 
 }  // namespace
 
-TE_OP_REGISTRATION(quantize_range, faces) {
-  faces
-      .op("quantize_range_amax(Tensor x, Tensor(a!) amaxes, SymInt rows, SymInt cols, SymInt start, ScalarType "
-          "rounded_to, int scaling) -> ()")
+TE_OP_REGISTRATION(quantize_range, ops) {
+  ops.op("quantize_range_amax(Tensor x, Tensor(a!) amaxes, SymInt rows, SymInt cols, SymInt start, ScalarType "
+         "rounded_to, int scaling) -> ()")
       .kernel(quantize_range_amax)
       .meta(amax_meta)
       .python(quantize_range_amax);
-  faces
-      .op("quantize_range_cast(Tensor x, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amaxes, Tensor? scale, "
-          "Tensor(c!)? amax, SymInt rows, SymInt cols, SymInt start, ScalarType rounded_to, int[] spec) -> ()")
+  ops.op("quantize_range_cast(Tensor x, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amaxes, Tensor? scale, "
+         "Tensor(c!)? amax, SymInt rows, SymInt cols, SymInt start, ScalarType rounded_to, int[] spec) -> ()")
       .kernel(quantize_range_cast)
       .meta(cast_meta)
       .python([](const Tensor& x, const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amaxes,

@@ -1,4 +1,4 @@
-// The quantizers and quantized matrices as Python handles, and the functions on them. Nothing is computed here.
+// Quantizers and quantized matrices as Python classes, and their functions.
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -21,7 +21,7 @@ int64_t rows_in(const Tensor& x) {
   return rows;
 }
 
-// What Python calls in eager mode.
+// Called by Python in eager mode.
 Quantized quantize_eager(const Quantizer& quantizer, const Tensor& x, bool rowwise, bool columnwise,
                          const OptionalTensor& noop, const Quantized* out, const OptionalTensor& amax) {
   if (out == nullptr && !noop.has_value() && !amax.has_value()) return quantize(quantizer, x, {rowwise, columnwise});
@@ -58,10 +58,10 @@ Quantizer make_quantizer(const std::string& kind, bool e5m2, bool pow_2_scales, 
   q.amax = defined(amax);
   TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kDelayed) == q.scale.defined(), "Quantizer: argument 'scale' is ",
                     q.scale.defined() ? "given" : "missing", " for kind '", kind,
-                    "', wanted it for kind delayed and for no other.");
+                    "', wanted a scale for kind delayed and None for other kinds.");
   TORCH_CHECK_VALUE((q.spec.kind == QuantizeSpec::kPython) == !python.is_none(), "Quantizer: argument 'python' is ",
                     python.is_none() ? "missing" : "given", " for kind '", kind,
-                    "', wanted it for kind python and for no other.");
+                    "', wanted it for kind python and None for other kinds.");
   if (!python.is_none()) q.python = held_object(python.ptr());
   return q;
 }
@@ -127,7 +127,7 @@ void register_quantizer(pybind11::module_& m) {
             return dequantize_op(data, scale_inv, scaling, e5m2, columnwise, dtype);
           return Dispatched::call<dequantize_op>("te::dequantize", data, scale_inv, scaling, e5m2, columnwise, dtype);
         }));
-  // A view that was made where torch tracks none (inside of __torch_dispatch__) has a version of its own until then.
+  // A view made inside of __torch_dispatch__, where torch tracks none, has a version counter of its own until then.
   m.def("share_version", [](const Tensor& view, const Tensor& base) {
     if (view.is_inference() || base.is_inference()) return;
     torch::autograd::impl::set_version_counter(view, torch::autograd::impl::version_counter(base));

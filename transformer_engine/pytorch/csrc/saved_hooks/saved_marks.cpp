@@ -1,5 +1,5 @@
-// What is said of single tensors: that their memory is never to be moved. The mark is an attribute that anyone may set;
-// what carries it is known when it is saved.
+// The mark of tensors whose memory must not be moved: an attribute that any code may set. It is looked up when the
+// tensor is saved.
 #include <torch/csrc/utils/pybind.h>
 
 #include "saved_hooks/saved_tensor_hooks.h"
@@ -16,8 +16,8 @@ Storages<bool>& marked_storages() {
 }
 
 bool carries_mark(PyObject* object) {
-  const py::object said = attribute_or_none(object, python_hooks().mark.ptr());
-  return !said.is_none() && truth_of(PyObject_IsTrue(said.ptr()));
+  const py::object mark = attribute_or_none(object, python_hooks().mark.ptr());
+  return !mark.is_none() && truth_of(PyObject_IsTrue(mark.ptr()));
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ bool is_marked(PyObject* object) {
 
 void keep_storage(const c10::Storage& storage) { marked_storages().at(storage) = true; }
 
-bool stays(const c10::StorageImpl* key) { return marked_storages().find(key) != nullptr; }
+bool is_kept_storage(const c10::StorageImpl* key) { return marked_storages().find(key) != nullptr; }
 
 void register_saved_marks(py::module_& m) {
   m.def("is_marked", [](const py::object& object) { return is_marked(object.ptr()); });

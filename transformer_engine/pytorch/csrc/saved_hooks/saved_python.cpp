@@ -1,4 +1,4 @@
-// The hook for saved tensors as Python meets it: classes to derive, hooks to enter, and what stands for a tensor.
+// The Python classes of the saved-tensor hooks: classes to derive, hooks to enter, and packed tensors.
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -15,23 +15,26 @@ namespace te_torch {
 namespace py = pybind11;
 
 PythonHooks& python_hooks() {
-  static auto* const hooks = new PythonHooks();  // which outlives the interpreter
+  static auto* const hooks = new PythonHooks();  // never destroyed: the interpreter may end first
   return *hooks;
 }
 
 namespace {
 
-[[noreturn]] void not_said(py::handle self, const char* what) {
-  PyErr_SetString(PyExc_NotImplementedError, (type_name(self) + ": " + what + "() is the client's to say.").c_str());
+[[noreturn]] void not_implemented(py::handle self, const char* method) {
+  PyErr_SetString(PyExc_NotImplementedError,
+                  (type_name(self) + ": the class does not define " + method + "(); define it.").c_str());
   throw py::error_already_set();
 }
 
-// The object that Python knows a derived instance by, and its methods: those that Python does not say are bound below.
+// The Python object of a derived instance, and calls of its methods. Methods that Python does not define are bound
+// below.
 class Derived {
  protected:
   template <class Base>
   PyObject* self(const Base* base) const {
-    if (self_ == nullptr) self_ = py::cast(base, py::return_value_policy::reference).ptr();  // which lives as long
+    if (self_ == nullptr)
+      self_ = py::cast(base, py::return_value_policy::reference).ptr();  // it lives as long as `base`
     return self_;
   }
   template <class Base, class... Arguments>
@@ -51,9 +54,9 @@ class PyPackedStorage : public PackedStorage, private Derived {
  public:
   using PackedStorage::PackedStorage;
 
-  void add(const SaveRequest& offered) override {
+  void add(const SaveRequest& request) override {
     static const py::str& name = name_of_method("add");
-    call<PackedStorage>(this, name, py::handle(offered.object));
+    call<PackedStorage>(this, name, py::handle(request.object));
   }
   void fetch() override {
     static const py::str& name = name_of_method("fetch");
@@ -75,20 +78,20 @@ class PyStorageHandler : public StorageHandler, private Derived {
     static const py::str& name = name_of_method("takes");
     return py::cast<bool>(py::getattr(self<StorageHandler>(this), name));
   }
-  std::shared_ptr<PackedStorage> take(const SaveRequest& offered) override {
+  std::shared_ptr<PackedStorage> take(const SaveRequest& request) override {
     static const py::str& name = name_of_method("take");
-    const py::object taken = call<StorageHandler>(this, name, py::handle(offered.object));
-    if (taken.is_none()) return nullptr;
-    return {held_object(taken.ptr()), py::cast<PackedStorage*>(taken)};  // the object of Python, whole
+    const py::object packed = call<StorageHandler>(this, name, py::handle(request.object));
+    if (packed.is_none()) return nullptr;
+    return {held_object(packed.ptr()), py::cast<PackedStorage*>(packed)};  // keeps the Python object alive
   }
 };
 
-// Offers the client what is saved between push() and pop().
+// Passes tensors saved between push() and pop() to a handler.
 class Hooks {
  public:
-  explicit Hooks(py::object client) : client_(std::move(client)), offers_(py::cast<StorageHandler*>(client_)) {}
+  explicit Hooks(py::object handler) : object_(std::move(handler)), handler_(py::cast<StorageHandler*>(object_)) {}
 
-  py::object pack(const py::object& tensor) { return offers_->push(tensor, outward_); }
+  py::object pack(const py::object& tensor) { return handler_->push(tensor, outward_); }
 
   static void push(const py::object& self) {
     static const auto* const top = new py::object(of_torch("_top_saved_tensors_default_hooks"));
@@ -110,37 +113,39 @@ class Hooks {
  private:
   static py::object of_torch(const char* name) { return py::module_::import("torch._C._autograd").attr(name); }
 
-  py::object client_;
-  StorageHandler* offers_;
+  py::object object_;
+  StorageHandler* handler_;
   py::object outward_ = py::none();
   bool pushed_ = false;
 };
 
-// `with SavedObserver(told):` told(tensor, saved) is called for what this thread saves inside.
+// `with SavedObserver(callback):` calls callback(tensor, packed object) for each tensor that this thread saves inside.
 class Observer {
  public:
-  explicit Observer(const py::function& told) : told_(held_object(told.ptr())) {}
+  explicit Observer(const py::function& callback) : callback_(held_object(callback.ptr())) {}
 
-  void enter() { saved_observers().push_back(told_); }
+  void enter() { saved_observers().push_back(callback_); }
   void exit(const py::args&) {
     auto& all = saved_observers();
-    const auto last = std::find(all.rbegin(), all.rend(), told_);
+    const auto last = std::find(all.rbegin(), all.rend(), callback_);
     if (last != all.rend()) all.erase(std::next(last).base());
   }
 
  private:
-  std::shared_ptr<PyObject> told_;
+  std::shared_ptr<PyObject> callback_;
 };
 
-// Whether torch.utils.checkpoint's way that is not reentrant hears of what is saved here. It numbers that, and finds it
-// again by number in its second run, inside of the backward, where nothing is taken: had some of the first run been,
-// gradients would be made of other tensors' values. Other hooks between it and here keep all of it from it.
+// Whether the innermost hooks are those of the non-reentrant torch.utils.checkpoint. It numbers the saved tensors and
+// matches them by number in its second run, inside of the backward, where a handler takes nothing. If a handler took
+// some tensors of the first run, the numbers would differ and gradients would be computed from other tensors. With
+// other hooks inside of the checkpoint's, it sees none of these tensors.
 bool in_torch_checkpoint() {
   const auto hooks = at::SavedTensorDefaultHooks::get_hooks(true);
   if (!hooks.has_value()) return false;
   static const auto* const name = new py::str("__qualname__");
-  const py::object said = attribute_or_none(hooks->first.ptr(getPyInterpreter()), name->ptr());
-  return py::isinstance<py::str>(said) && py::cast<std::string>(said).rfind("_checkpoint_hook.", 0) == 0;
+  const py::object name_of_hook = attribute_or_none(hooks->first.ptr(getPyInterpreter()), name->ptr());
+  return py::isinstance<py::str>(name_of_hook) &&
+         py::cast<std::string>(name_of_hook).rfind("_checkpoint_hook.", 0) == 0;
 }
 
 }  // namespace
@@ -150,7 +155,7 @@ bool is_recorded() {
   return !py::cast<bool>(python_hooks().phase.attr("enabled")) && !in_torch_checkpoint();
 }
 
-py::object saved_hooks(py::object client) { return py::cast(Hooks(std::move(client))); }
+py::object saved_hooks(py::object handler) { return py::cast(Hooks(std::move(handler))); }
 void push_hooks(const py::object& hooks) { Hooks::push(hooks); }
 void pop_hooks(const py::object& hooks) { py::cast<Hooks&>(hooks).pop(); }
 
@@ -169,14 +174,14 @@ py::object pop_saved(py::handle saved, bool fetch) {
 
 void register_saved_python(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
-  auto taken = py::class_<PackedStorage, PyPackedStorage, std::shared_ptr<PackedStorage>>(m, "PackedStorage");
-  taken.def(py::init<const Tensor&>(), py::arg("tensor"))
+  auto packed = py::class_<PackedStorage, PyPackedStorage, std::shared_ptr<PackedStorage>>(m, "PackedStorage");
+  packed.def(py::init<const Tensor&>(), py::arg("tensor"))
       .def("add",
            [](PackedStorage& self, const py::object& t) {
              self.PackedStorage::add({py::cast<Tensor>(t), t.ptr()});
            })
       .def("fetch", [](PackedStorage& self) { self.PackedStorage::fetch(); })
-      .def("restore", [](const py::object& self) { not_said(self, "restore"); })
+      .def("restore", [](const py::object& self) { not_implemented(self, "restore"); })
       .def("back_as",
            wrapped([](PackedStorage& self, const Saved& saved) { return self.PackedStorage::back_as(saved); }))
       .def("check", &PackedStorage::check)
@@ -188,17 +193,17 @@ void register_saved_python(py::module_& m) {
            })
       .def_property_readonly("tensor",
                              [](const PackedStorage& self) -> std::optional<Tensor> {
-                               if (!self.there()) return std::nullopt;
+                               if (!self.is_resident()) return std::nullopt;
                                return bytes_over(self.storage(), 0, int64_t(self.storage().nbytes()));
                              })
       .def_property_readonly("key", [](const PackedStorage& self) { return reinterpret_cast<uintptr_t>(self.key()); })
       .def_property_readonly("bytes", &PackedStorage::bytes)
       .def_property_readonly("watched", &PackedStorage::watched)
       .def_property_readonly("written", &PackedStorage::written)
-      .def_property_readonly("away", &PackedStorage::away)
+      .def_property_readonly("away", &PackedStorage::is_away)
       .def_property_readonly("stays", &PackedStorage::marked);
-  taken.attr("status") = "kept";
-  taken.attr("back") = "";
+  packed.attr("status") = "kept";
+  packed.attr("back") = "";
   py::class_<Saved>(m, "Saved")
       .def_readonly("memory", &Saved::memory)
       .def_readonly("dtype", &Saved::dtype)
@@ -220,7 +225,7 @@ void register_saved_python(py::module_& m) {
   py::class_<StorageHandler, PyStorageHandler, std::shared_ptr<StorageHandler>>(m, "StorageHandler")
       .def(py::init<>())
       .def_property_readonly("takes", [](const StorageHandler&) { return true; })
-      .def("take", [](const py::object& self, const py::object&) { not_said(self, "take"); })
+      .def("take", [](const py::object& self, const py::object&) { not_implemented(self, "take"); })
       .def_property_readonly("taken", &StorageHandler::taken)
       .def("push", wrapped([](StorageHandler& self, const py::object& tensor, const py::object& outward) {
              return self.push(tensor, outward);
@@ -235,7 +240,7 @@ void register_saved_python(py::module_& m) {
   m.def("unpack_saved", wrapped([](const py::object& saved) { return pop_saved(saved, true); }));
   m.def("pop_saved", wrapped([](const py::object& saved) { return pop_saved(saved, false); }));
   py::class_<Observer>(m, "SavedObserver")
-      .def(py::init<const py::function&>(), py::arg("told"))
+      .def(py::init<const py::function&>(), py::arg("callback"))
       .def("__enter__", &Observer::enter)
       .def("__exit__", &Observer::exit);
   m.def("is_recorded", is_recorded);

@@ -1,11 +1,11 @@
-// Live rows of tensors that are saved: what the node that saves one announces, else what was declared of its memory.
-// Nothing is read or counted here.
+// The live rows of saved tensors: announced by the saving node, or declared for the memory (mark_pageable). No counter
+// is read here.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 
-#include "autograd/rows_behind.h"
+#include "autograd/trailing_rows.h"
 #include "saved_hooks/saved_tensor_hooks.h"
 
 namespace te_torch {
@@ -14,14 +14,14 @@ namespace {
 
 namespace py = pybind11;
 
-// rows, bytes: of the tensor that was declared, so that a view which cuts its memory otherwise is told from it.
+// rows, bytes: of the declared tensor, so that a view of the same memory with other rows is recognized.
 struct Declared {
   int64_t rows = 0;
   size_t bytes = 0;
   LiveRows live;
 };
 
-Storages<std::map<int64_t, Declared>>& declared() {  // by where in it, in bytes
+Storages<std::map<int64_t, Declared>>& declared() {  // by offset in bytes
   static auto* const known = new Storages<std::map<int64_t, Declared>>();
   return *known;
 }
@@ -47,24 +47,26 @@ bool counts(at::ScalarType dtype) {
 void declare(const py::object& tensor, const py::object& counter, const py::object& unit) {
   const Tensor t = plain(tensor, "tensor"), c = plain(counter, "counter");
   if (t.dim() != 1 && t.dim() != 2) {
-    refuse(c10::str("argument 'tensor' has shape ", t.sizes(),
-                    ", wanted one or two dimensions, so that it is plain what a row is; pass "
-                    "tensor.flatten(0, -2), or whichever rows are counted."));
+    refuse(
+        c10::str("argument 'tensor' has shape ", t.sizes(),
+                 ", wanted one or two dimensions, so that its rows are unambiguous; pass tensor.flatten(0, -2), or the "
+                 "rows that are counted."));
   }
   if (!t.is_contiguous()) {
     refuse(c10::str("argument 'tensor' ", t.sizes(), " has strides ", t.strides(),
-                    ", wanted a contiguous one: live rows are to be the first bytes of its memory."));
+                    ", wanted a contiguous tensor, so that its live rows are the first bytes of its memory; pass "
+                    "contiguous()."));
   }
   int beyond = 0;
   int64_t unit_rows = PyLong_CheckExact(unit.ptr()) ? PyLong_AsLongLongAndOverflow(unit.ptr(), &beyond) : 0;
   if (beyond > 0) unit_rows = INT64_MAX;
   if (unit_rows < 1) {
-    refuse(
-        c10::str("argument 'unit_rows' is ", std::string(py::repr(unit)).substr(0, 100), ", wanted an int from 1 on."));
+    refuse(c10::str("argument 'unit_rows' is ", std::string(py::repr(unit)).substr(0, 100),
+                    ", wanted an int of 1 or more."));
   }
   if (t.size(0) % unit_rows != 0) {
     refuse(c10::str("argument 'tensor' has ", t.size(0), " rows, wanted a multiple of 'unit_rows', ", unit_rows,
-                    ": the counter counts whole units."));
+                    ": the counter counts units of that many rows."));
   }
   if (!counts(c.scalar_type()) || c.numel() != 1 || c.device() != t.device()) {
     refuse(c10::str("argument 'counter' is ", name_of(c.scalar_type()), " ", c.sizes(), " on ", c.device(),
@@ -76,13 +78,13 @@ void declare(const py::object& tensor, const py::object& counter, const py::obje
 }  // namespace
 
 const LiveRows* live_rows(const Tensor& t, bool is_plain) {
-  if (rows_behind(t) == kAllRows) return nullptr;
+  if (trailing_rows(t) == kAllRows) return nullptr;
   if (const LiveRows* announced = AnnouncedRows::of(t)) return announced;
   if (!is_plain || !has_storage(t)) return nullptr;
-  const auto* said = declared().find(key_of(t));
-  if (said == nullptr) return nullptr;
-  const auto found = said->find(byte_offset(t));
-  if (found == said->end() || t.dim() == 0 || !t.is_contiguous()) return nullptr;
+  const auto* of_storage = declared().find(key_of(t));
+  if (of_storage == nullptr) return nullptr;
+  const auto found = of_storage->find(byte_offset(t));
+  if (found == of_storage->end() || t.dim() == 0 || !t.is_contiguous()) return nullptr;
   const Declared& d = found->second;
   return t.size(0) == d.rows && t.nbytes() == d.bytes ? &d.live : nullptr;
 }

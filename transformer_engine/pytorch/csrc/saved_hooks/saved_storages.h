@@ -1,5 +1,4 @@
-// Memory that tensors lie in: what is known of a storage as long as it lives, and tensors over one that nobody's graph
-// knows. Used with the GIL held, which is the lock.
+// Storages: a map of values by storage, and tensors over a storage that belong to no graph. The GIL is the lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +11,7 @@
 
 namespace te_torch {
 
-// Whether there is memory that may be moved, and told from other memory.
+// Whether the tensor has memory that can be moved and identified.
 inline bool has_storage(const at::Tensor& t) {
   return t.layout() == at::kStrided && !t.is_meta() && !t.is_nested() && !t.is_quantized();
 }
@@ -21,14 +20,14 @@ inline const c10::StorageImpl* key_of(const at::Tensor& t) { return t.storage().
 
 inline int64_t byte_offset(const at::Tensor& t) { return t.storage_offset() * int64_t(t.element_size()); }
 
-// The tensor without its graph; versions are shared.
+// The tensor without its graph; the version counter is shared.
 inline at::Tensor detached(const at::Tensor& t) {
   if (t.is_inference()) return t.detach();
   const auto* impl = t.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
 }
 
-// A view of a storage, as `dtype`; offset in elements.
+// A view of a storage as `dtype`. offset: in elements.
 inline at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType dtype, int64_t offset, at::IntArrayRef sizes,
                               at::IntArrayRef strides) {
   const auto key = at::TensorOptions().dtype(dtype).device(storage.device()).computeDispatchKey();
@@ -42,8 +41,8 @@ inline at::Tensor bytes_over(const c10::Storage& storage, int64_t offset, int64_
   return tensor_over(storage, at::kByte, offset, {count}, {1});
 }
 
-// Storage -> Value. Weak: an entry ends with the memory, and no later storage can be taken for it meanwhile, as the
-// address is not free before the entry is swept.
+// Storage -> Value, with weak references: an entry expires with the memory. The address of an expired storage is not
+// reused before its entry is swept, so that entries of other storages cannot be confused.
 template <class Value>
 class Storages {
  public:
@@ -52,7 +51,7 @@ class Storages {
     if (known_.size() >= sweep_at_) sweep();
     return known_.try_emplace(key, storage.getWeakStorageImpl(), Value{}).first->second.second;
   }
-  // Of a storage that is alive; null where nothing is known of it.
+  // The value of a storage that is alive, or null.
   const Value* find(const c10::StorageImpl* key) const {
     const auto found = known_.find(key);
     return found == known_.end() || found->second.first.expired() ? nullptr : &found->second.second;
@@ -60,13 +59,13 @@ class Storages {
 
  private:
   void sweep() {
-    std::vector<Value> gone;  // freed after the walk: what frees a value may come back here
+    std::vector<Value> expired;  // destroyed after the loop, as destructors may call back into this map
     for (auto i = known_.begin(); i != known_.end();) {
       if (!i->second.first.expired()) {
         ++i;
         continue;
       }
-      gone.push_back(std::move(i->second.second));
+      expired.push_back(std::move(i->second.second));
       i = known_.erase(i);
     }
     sweep_at_ = std::max<size_t>(64, 2 * known_.size());

@@ -1,4 +1,4 @@
-// See saved_tensor_hooks.h; Python meets these classes in saved_python.cpp.
+// See saved_tensor_hooks.h. saved_python.cpp has the Python classes.
 #include "saved_hooks/saved_tensor_hooks.h"
 
 #include <ATen/ops/_neg_view.h>
@@ -14,11 +14,11 @@ namespace {
 
 std::string changed(uint32_t now, uint32_t version) {
   return c10::str("is at version ", now, ", and was saved at version ", version,
-                  ": an operation in place has changed it since. Clone it before that operation");
+                  ": an in-place operation has changed it since. Clone it before that operation");
 }
 
 std::string resized(int64_t bytes) {
-  return c10::str("had a storage of ", bytes, " bytes, which was resized since. Free it after the backward");
+  return c10::str("had a storage of ", bytes, " bytes, which was resized since. Resize it after the backward");
 }
 
 [[noreturn]] void refuse(at::ScalarType dtype, at::IntArrayRef sizes, const std::string& why) {
@@ -39,18 +39,18 @@ std::string name_of(at::ScalarType dtype) {
 PackedStorage::PackedStorage(const Tensor& t)
     : storage_(t.storage()), key_(key_of(t)), bytes_(int64_t(storage_.nbytes())) {}
 
-void PackedStorage::add(const SaveRequest& offered) {
-  if (!there()) return;
-  saved_.push_back(py::reinterpret_steal<py::object>(PyWeakref_NewRef(offered.object, nullptr)));
-  if (offered.tensor.is_inference()) return;
-  const auto& version = offered.tensor.unsafeGetTensorImpl()->version_counter();
+void PackedStorage::add(const SaveRequest& request) {
+  if (!is_resident()) return;
+  saved_.push_back(py::reinterpret_steal<py::object>(PyWeakref_NewRef(request.object, nullptr)));
+  if (request.tensor.is_inference()) return;
+  const auto& version = request.tensor.unsafeGetTensorImpl()->version_counter();
   watched_.emplace_back(version, version.current_version());
 }
 
 Tensor PackedStorage::back_as(const Saved& saved) {
-  if (there()) check();
+  if (is_resident()) check();
   if (!written_.empty()) refuse(saved.dtype, saved.sizes, written_);
-  return tensor_over(there() ? storage_ : restore(), saved.dtype, saved.offset, saved.sizes, saved.strides);
+  return tensor_over(is_resident() ? storage_ : restore(), saved.dtype, saved.offset, saved.sizes, saved.strides);
 }
 
 std::vector<std::pair<uint32_t, uint32_t>> PackedStorage::watched() const {
@@ -60,9 +60,9 @@ std::vector<std::pair<uint32_t, uint32_t>> PackedStorage::watched() const {
 }
 
 bool PackedStorage::marked() const {
-  if (stays(key_)) return true;
-  for (size_t i = 0; i < saved_.size(); ++i) {    // an attribute's code may save more
-    const py::object ref = saved_[i], t = ref();  // None where it is gone
+  if (is_kept_storage(key_)) return true;
+  for (size_t i = 0; i < saved_.size(); ++i) {    // a property may run code that saves more
+    const py::object ref = saved_[i], t = ref();  // None after its end
     if (!t.is_none() && is_marked(t.ptr())) return true;
   }
   return false;
@@ -73,7 +73,7 @@ void PackedStorage::check() {
     if (written_.empty() && counter.current_version() != version)
       written_ = changed(counter.current_version(), version);
   }
-  if (written_.empty() && there() && int64_t(storage_.nbytes()) != bytes_) written_ = resized(bytes_);
+  if (written_.empty() && is_resident() && int64_t(storage_.nbytes()) != bytes_) written_ = resized(bytes_);
 }
 
 void PackedStorage::let_go() {
@@ -83,10 +83,10 @@ void PackedStorage::let_go() {
   saved_.clear();
 }
 
-// ---- what stands for a tensor ----
+// ---- packed tensors ----
 
-Saved::Saved(std::shared_ptr<PackedStorage> taken, const Tensor& t)
-    : memory(std::move(taken)),
+Saved::Saved(std::shared_ptr<PackedStorage> packed, const Tensor& t)
+    : memory(std::move(packed)),
       dtype(t.scalar_type()),
       offset(t.storage_offset()),
       sizes(t.sizes()),
@@ -102,7 +102,7 @@ Tensor Saved::pop() const {
 
 namespace {
 
-// Whether the object is a parameter: torch's own class, or what says that it is one.
+// Whether the object is a parameter: of torch's class, or with the attribute _is_param.
 bool is_parameter_itself(PyObject* object) {
   if (!is_plain(object)) return truth_of(PyObject_IsInstance(object, ParameterClass));
   static const auto* const name = new py::str("_is_param");
@@ -118,7 +118,7 @@ bool is_parameter(PyObject* object) {
   return t.is_view() && is_parameter_itself(base_of(t).ptr());
 }
 
-// Whether its memory may be taken at all: it is no parameter's, and not a class's of its own.
+// Whether its memory may be taken: it is a plain tensor and no parameter.
 bool is_movable(PyObject* object) {
   return is_plain(object) && has_storage(THPVariable_Unpack(object)) && !is_parameter(object);
 }
@@ -155,22 +155,22 @@ py::object StorageHandler::push(py::handle object, py::handle outward) {
   }
   std::shared_ptr<PackedStorage> memory;
   const Tensor& t = THPVariable_Unpack(object.ptr());
-  const SaveRequest offered(t, object.ptr());
-  if (takes() && is_movable(object.ptr())) memory = memory_of(offered);
-  py::object stands;
+  const SaveRequest request(t, object.ptr());
+  if (takes() && is_movable(object.ptr())) memory = memory_of(request);
+  py::object packed;
   if (memory != nullptr) {
-    memory->add(offered);
-    stands = py::cast(std::make_unique<Saved>(std::move(memory), t));
+    memory->add(request);
+    packed = py::cast(std::make_unique<Saved>(std::move(memory), t));
   } else if (!outward.is_none()) {
     return outward(object);
   } else {
-    stands = py::cast(std::make_unique<KeptTensor>(object.ptr()));
+    packed = py::cast(std::make_unique<KeptTensor>(object.ptr()));
   }
   if (!saved_observers().empty()) {
-    const auto all = saved_observers();  // what is told may end one of them
-    for (const auto& observer : all) py::handle(observer.get())(object, stands);
+    const auto all = saved_observers();  // a copy: a call may remove an observer
+    for (const auto& observer : all) py::handle(observer.get())(object, packed);
   }
-  return stands;
+  return packed;
 }
 
 std::vector<std::shared_ptr<PyObject>>& saved_observers() {
@@ -178,16 +178,17 @@ std::vector<std::shared_ptr<PyObject>>& saved_observers() {
   return all;
 }
 
-std::shared_ptr<PackedStorage> StorageHandler::memory_of(const SaveRequest& offered) {
-  const auto* key = key_of(offered.tensor);
-  if (is_marked(offered.object)) keep_storage(offered.tensor.storage());  // what carries the mark may be gone soon
+std::shared_ptr<PackedStorage> StorageHandler::memory_of(const SaveRequest& request) {
+  const auto* key = key_of(request.tensor);
+  if (is_marked(request.object))
+    keep_storage(request.tensor.storage());  // the tensor with the mark may end before the storage
   const auto find = [&] {
     return std::find_if(memory_.begin(), memory_.end(), [&](const auto& entry) { return entry.first == key; });
   };
   auto found = find();
   std::shared_ptr<PackedStorage> memory = found == memory_.end() ? nullptr : found->second.lock();
-  if (memory != nullptr && memory->there()) return memory;  // else another storage may lie at this address by now
-  memory = stays(key) ? nullptr : take(offered);
+  if (memory != nullptr && memory->is_resident()) return memory;  // else a new storage may have the same address
+  memory = is_kept_storage(key) ? nullptr : take(request);
   if (memory == nullptr) return memory;
   found = find();
   if (found != memory_.end() && !found->second.expired()) {

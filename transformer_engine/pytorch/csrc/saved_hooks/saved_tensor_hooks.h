@@ -1,7 +1,7 @@
-// Saved-tensor hooks of this library. Inside of its context a StorageHandler is offered each saved tensor and decides
-// which storages it takes; the backward gets the saved tensor back as the view that it was. Python derives the two
-// classes that have virtual functions. Tensors of several parts, and hooks of other libraries, are in Python
-// (saved/standing.py). Called with the GIL held.
+// Saved-tensor hooks of this library. Inside of its context a StorageHandler gets a request for each saved tensor and
+// decides which storages it takes; the backward gets the tensor back as the same view. Python derives the two classes
+// with virtual functions. Tensors of several parts and hooks of other libraries are handled in Python
+// (saved/standing.py). Requires the GIL.
 #pragma once
 
 #include <c10/core/impl/PyInterpreter.h>
@@ -22,27 +22,27 @@ namespace te_torch {
 
 using at::Tensor;
 
-// A torch.Tensor, and no class of its own.
+// Whether it is a torch.Tensor itself, and no subclass.
 inline bool is_plain(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
 
-// What a view is a view of.
+// The base of a view.
 inline pybind11::object base_of(const Tensor& view) {
   return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(view._base()));
 }
 
 std::string type_name(pybind11::handle object);  // type(object).__name__
-std::string name_of(at::ScalarType dtype);       // as Python shows it: torch.float32
+std::string name_of(at::ScalarType dtype);       // as in Python: torch.float32
 
-// How many of a tensor's rows are alive, or null: all of them count. What the node that saves it announces itself comes
-// first; plain: what was declared of its memory counts too. The word stands until somebody declares or announces more.
+// The live rows of a tensor; null: all of them. An announcement of the saving node comes first, then, for a plain
+// tensor, a declaration for its memory (mark_pageable). Valid until the next announcement or declaration.
 const LiveRows* live_rows(const Tensor& t, bool plain);
 
-// Memory that is never moved (saved/marks.py).
-bool is_marked(PyObject* object);  // whether it carries the mark, or what it is a view of does
+// Marks of memory that is never moved (saved/marks.py).
+bool is_marked(PyObject* object);  // whether it or its base has the mark
 void keep_storage(const c10::Storage& storage);
-bool stays(const c10::StorageImpl* key);
+bool is_kept_storage(const c10::StorageImpl* key);
 
-// A tensor that is saved, and its rows, asked for once.
+// A tensor to save, and its live rows, looked up once.
 class SaveRequest {
  public:
   SaveRequest(const Tensor& t, PyObject* python) : tensor(t), object(python) {}
@@ -62,8 +62,8 @@ class SaveRequest {
 
 class Saved;
 
-// A storage that a client took, whole, for all saved tensors that lie in it; it lives as long as one of them is wanted.
-// The device memory is held, and every saved tensor's version watched, until the client has a copy and calls let_go().
+// A storage that a handler took, with all saved tensors in it; it lives as long as one of these. Holds the device
+// memory and watches the versions of the saved tensors until the handler has a copy and calls let_go().
 class PackedStorage {
  public:
   explicit PackedStorage(const Tensor& t);
@@ -71,37 +71,36 @@ class PackedStorage {
   PackedStorage(const PackedStorage&) = delete;
   PackedStorage& operator=(const PackedStorage&) = delete;
 
-  virtual void add(const SaveRequest& offered);  // one more saved tensor lies in it
-  virtual void fetch() {}  // a backward is about to read it: the client may start to bring it back
-  // As many bytes as the storage had, with what was in them. Asked for behind let_go() alone, once for each saved
-  // tensor and backward.
+  virtual void add(const SaveRequest& request);  // adds a saved tensor in the same storage
+  virtual void fetch() {}                        // called before a backward reads it: the handler may start a copy back
+  // A storage of the same bytes. Called after let_go(), once for each saved tensor and backward.
   virtual c10::Storage restore() = 0;
-  virtual Tensor back_as(const Saved& saved);  // the memory as a saved tensor lay in it
+  virtual Tensor back_as(const Saved& saved);  // a saved tensor in the restored memory
 
-  bool there() const { return bool(storage_); }
-  bool away() const { return !there() && written_.empty(); }  // the client's copy is what can be read
+  bool is_resident() const { return bool(storage_); }
+  bool is_away() const { return !is_resident() && written_.empty(); }  // only the handler's copy can be read
   const c10::Storage& storage() const { return storage_; }
   const c10::StorageImpl* key() const { return key_; }
   int64_t bytes() const { return bytes_; }
   const std::string& written() const { return written_; }
   void set_written(std::string why) { written_ = std::move(why); }
-  // Of the saved tensors the versions now, and those at which they were saved.
+  // For each saved tensor, its version now and when it was saved.
   std::vector<std::pair<uint32_t, uint32_t>> watched() const;
 
-  bool marked() const;  // whether it was, at any time until now
-  void check();         // notes the first tensor that was written to, or freed, since it was saved
-  void let_go();        // the client has a copy that is complete: the device memory is not ours any more
+  bool marked() const;  // whether a saved tensor has the mark, or had it before
+  void check();         // notes the first tensor that was modified or freed since it was saved
+  void let_go();        // releases the device memory: the handler has a complete copy
 
  private:
   c10::Storage storage_;
   const c10::StorageImpl* key_;
   int64_t bytes_;
-  std::vector<pybind11::object> saved_;  // weak references to tensors, which may be marked until they have left
+  std::vector<pybind11::object> saved_;  // weak references to tensors, which may be marked until let_go()
   std::vector<std::pair<c10::VariableVersion, uint32_t>> watched_;
-  std::string written_;  // why nothing of it can be read any more
+  std::string written_;  // the reason why it cannot be read any more
 };
 
-// Where a saved tensor lies in memory that was taken. Holds no tensor, so that no cycle can come of it.
+// A saved tensor in a storage that was taken. Holds no tensor, so that it cannot be a part of a reference cycle.
 class Saved {
  public:
   Saved(std::shared_ptr<PackedStorage> memory, const Tensor& t);
@@ -111,11 +110,11 @@ class Saved {
   at::ScalarType dtype;
   int64_t offset;
   at::DimVector sizes, strides;
-  bool conjugate, negative;  // of the view: memory has the values without
+  bool conjugate, negative;  // bits of the view; the memory has the values without them
 };
 
-// A tensor that stays where it is. torch looks at no version of what hooks hold, so this does. That a parameter's
-// memory is away in between, sharded, is its owner's.
+// A tensor that stays in place. Checks its version, as torch does not for tensors held by hooks. A parameter's memory
+// may be freed in between by a sharding framework.
 class KeptTensor {
  public:
   explicit KeptTensor(PyObject* object);
@@ -127,9 +126,10 @@ class KeptTensor {
   std::optional<size_t> bytes_;
 };
 
-// What is saved together, as one layer's tensors are. A storage is offered once, with the first tensor in it; others
-// share what was taken, until it is let go. Not offered: parameters, what is marked, and classes of tensors that have
-// no memory to take; a quantized tensor is offered part by part.
+// Handles tensors that are saved together, as one layer's are.
+// - take() is called once for a storage, with the first tensor in it; later tensors share the result until let_go().
+// - Not called for parameters, marked tensors, and tensor classes without a storage; once for each part of a quantized
+//   tensor.
 class StorageHandler {
  public:
   StorageHandler() = default;
@@ -137,59 +137,59 @@ class StorageHandler {
   StorageHandler(const StorageHandler&) = delete;
   StorageHandler& operator=(const StorageHandler&) = delete;
 
-  virtual bool takes() const { return true; }  // whether anything can be taken now
-  // What stands for the tensor's storage from now on; null: it is no concern of this client. What this raises is raised
-  // by the operation that saves.
-  virtual std::shared_ptr<PackedStorage> take(const SaveRequest& offered) = 0;
+  virtual bool takes() const { return true; }  // whether it can take storages now
+  // Takes the tensor's storage, or returns null. An error is raised by the operation that saves the tensor.
+  virtual std::shared_ptr<PackedStorage> take(const SaveRequest& request) = 0;
 
-  // What stands for a tensor that is saved. outward: who has it where this client does not take it; None: it stays.
+  // The packed object of a saved tensor. outward: packs a tensor that this handler does not take; None: the tensor
+  // stays.
   pybind11::object push(pybind11::handle object, pybind11::handle outward);
-  // What is shared still, or was when it was taken, and is wanted by somebody; the oldest first.
+  // The storages that were taken and still have a reader, the oldest first.
   std::vector<std::shared_ptr<PackedStorage>> taken() const;
   void forget() { memory_.clear(); }
 
  private:
-  std::shared_ptr<PackedStorage> memory_of(const SaveRequest& offered);
+  std::shared_ptr<PackedStorage> memory_of(const SaveRequest& request);
 
   std::vector<std::pair<const c10::StorageImpl*, std::weak_ptr<PackedStorage>>> memory_;
 };
 
-// What the hook asks of Python.
+// Python functions and objects of the hooks.
 struct PythonHooks {
-  pybind11::object phase;       // _internal/recompute_phase.py's, of this thread
-  pybind11::object mark;        // name of the attribute that marks what stays
-  pybind11::object composed;    // (client, tensor, outward): what stands for a tensor of several parts
-  pybind11::object outward_of;  // (hooks): who is asked next, behind a client that is entered inside of them
-  pybind11::object pop;         // (saved, fetch): what stands for a tensor, and is Python's
+  pybind11::object phase;       // of _internal/recompute_phase.py, of this thread
+  pybind11::object mark;        // name of the attribute that marks memory to stay
+  pybind11::object composed;    // (handler, tensor, outward): packs a tensor of several parts
+  pybind11::object outward_of;  // (hooks): the `outward` of a handler that is entered inside of these hooks
+  pybind11::object pop;         // (saved, fetch): unpacks an object of a Python class
 };
 PythonHooks& python_hooks();
 
-// Of this thread: called (tensor, saved) for each tensor that a client takes, or that stays, with what stands for it.
+// Observers of this thread: called with (tensor, packed object) for each tensor that a handler takes or that stays.
 std::vector<std::shared_ptr<PyObject>>& saved_observers();
 
-// What a question to Python came to; its error is thrown.
+// The result of a Python predicate; throws its error.
 inline bool truth_of(int answer) {
   if (answer < 0) throw pybind11::error_already_set();
   return answer != 0;
 }
 
-// None where there is none.
+// The attribute, or None.
 inline pybind11::object attribute_or_none(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;
   if (!optional_attribute(object, name, &found)) throw pybind11::error_already_set();
   return found == nullptr ? pybind11::none() : pybind11::reinterpret_steal<pybind11::object>(found);
 }
 
-// Whether what runs here is recorded for a backward and kept until then, so that a client may take of it: not without
-// gradients, in a backward, or inside of a checkpoint.
+// Whether saved tensors are kept until a backward, so that a handler may take them: false without gradients, in a
+// backward, and inside of a checkpoint.
 bool is_recorded();
 
-// A client as the innermost hooks of torch (_C.SavedHooks): made, entered, left.
-pybind11::object saved_hooks(pybind11::object client);
+// A handler as torch's innermost hooks (_C.SavedHooks): creates, enters and leaves them.
+pybind11::object saved_hooks(pybind11::object handler);
 void push_hooks(const pybind11::object& hooks);
 void pop_hooks(const pybind11::object& hooks);
 
-// What comes back for what stands for a tensor; fetch: what is away is brought back first, all parts of it at once.
+// Unpacks a saved tensor. fetch: calls fetch() for all its parts before the first is read.
 pybind11::object pop_saved(pybind11::handle saved, bool fetch);
 
 }  // namespace te_torch

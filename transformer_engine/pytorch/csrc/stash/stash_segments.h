@@ -25,7 +25,7 @@ struct StashRegion {
   int64_t trailing_units() const;
 
   int64_t offset, rows, row_bytes, unit_rows;
-  int64_t trailing_rows = 0;  // rows behind the live ones that are copied too (autograd/rows_behind.h)
+  int64_t trailing_rows = 0;  // rows behind the live ones that are copied too (autograd/trailing_rows.h)
   Tensor counter;
   int64_t counter_version;
 };

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "autograd/rows_behind.h"
+#include "autograd/trailing_rows.h"
 
 namespace te_torch {
 
@@ -38,17 +38,17 @@ Stashed::~Stashed() {
 }
 
 void Stashed::add(const SaveRequest& request) {
-  if (there()) group_->add_region(*segment_, request);
+  if (is_resident()) group_->add_region(*segment_, request);
   PackedStorage::add(request);
 }
 
 void Stashed::fetch() {
   StashHandle& handle = group_->handle();
   // With retain_graph a handle that is read in place would hold its pages for as long as the graph.
-  if (there() && handle.state == StashState::kStored) {
+  if (is_resident() && handle.state == StashState::kStored) {
     if (const auto step = handle.owner.lock()) step->read_originals(handle);
   }
-  if (!away()) return;
+  if (!is_away()) return;
   const StashState state = handle.state;
   if (state != StashState::kStored && state != StashState::kAway && state != StashState::kComing) return;
   if (const auto step = handle.owner.lock()) return step->restore(handle);
@@ -84,7 +84,7 @@ void StashTensors::close() {
   open_ = false;
   for (const auto& memory : taken()) {
     const auto stashed = std::static_pointer_cast<Stashed>(memory);
-    if (!stashed->there() || stashed->segment()->regions.empty() || stashed->marked()) continue;
+    if (!stashed->is_resident() || stashed->segment()->regions.empty() || stashed->marked()) continue;
     handle_->segments.push_back(stashed->segment());
     handle_->packed.push_back(stashed);
   }
@@ -128,8 +128,8 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
     if (enclosing == nullptr && r.offset <= start && end <= r.end()) enclosing = &r;
     overlaps |= start < r.end() && r.offset < end;
   }
-  const int64_t trailing_rows = rows_behind(t);
-  if (enclosing != nullptr) enclosing->trailing_rows = std::max(enclosing->trailing_rows, trailing_rows);
+  const int64_t trailing = trailing_rows(t);
+  if (enclosing != nullptr) enclosing->trailing_rows = std::max(enclosing->trailing_rows, trailing);
   if (request.live() == nullptr) {
     if (enclosing != nullptr) return;
     refuse("a tensor ", t.sizes(),
@@ -166,7 +166,7 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
     refuse("more than ", TE_STASH_MOST_MEMBERS, " tensors with counted rows, wanted at most ", TE_STASH_MOST_MEMBERS,
            "; open a second group for the others.");
   }
-  segment.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter).trailing_rows = trailing_rows;
+  segment.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter).trailing_rows = trailing;
 }
 
 void StashTensors::release_one() {
