@@ -23,14 +23,14 @@ def count(value, device, dtype=torch.int32):
 
 
 def filled(rows, row_bytes, dtype, device, seed=0):
-    """rows x row_bytes of random bits, NaN among them."""
+    """rows x row_bytes of random bits, some of them NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
     return values.to(device).view(dtype)
 
 
 def scribble(*tensors):
-    """Other bytes there, behind torch's back: versions stay as they are."""
+    """Overwrites the bytes without a change of versions."""
     for t in tensors:
         if t.numel():
             start, size = t.storage_offset() * t.element_size(), t.numel() * t.element_size()
@@ -46,7 +46,7 @@ def same(results, expected, what=""):
 
 @contextlib.contextmanager
 def made(device, close=True, **options):
-    """A stash with pages of 256 bytes, closed behind the test."""
+    """A stash with pages of 256 bytes, closed after the test."""
     options = {"page_bytes": 256, "device_pages": 4096, **options}
     stash = PagedStash(device=device, **options)
     try:
@@ -61,7 +61,7 @@ def report(stash):
 
 
 def pinned_bytes(owner="stash"):
-    """Pinned host memory that a room has of the machine, as the engine counts it."""
+    """The pinned host memory of an owner, as the engine counts it."""
     (path,) = Path(transformer_engine.__file__).parent.rglob("libtransformer_engine.so")
     counts = (ctypes.c_size_t * 4)()  # te_pinned_bytes
     assert ctypes.CDLL(str(path)).te_pinned_usage(owner.encode(), counts) == 0
@@ -69,7 +69,7 @@ def pinned_bytes(owner="stash"):
 
 
 class Originals:
-    """Inside of it, memory that groups take is noted; overwrite() writes over what they have let go."""
+    """Inside of it, memory that groups take is noted; overwrite() overwrites memory that they have released."""
 
     def __init__(self):
         self.noted, self.overwritten = {}, 0
@@ -90,7 +90,7 @@ class Originals:
             memories.add(memory)
 
     def overwrite(self, *also):
-        """Bytes that were written over: of what was let go and nobody else holds, and of `also`, of the test."""
+        """The number of overwritten bytes: memory that was released and has no other owner, and `also`."""
         also, done = {t.untyped_storage()._cdata for t in also}, 0
         for key, (alias, memories) in self.noted.items():
             let_go = all(memory.tensor is None for memory in memories)
@@ -111,7 +111,7 @@ _ONE = _holders(_probe.untyped_storage())
 
 
 class Layers(torch.nn.Module):
-    """A stack whose layers are groups of a stash, where there is one."""
+    """A stack whose layers are groups of a stash, if one is passed."""
 
     def __init__(self, *layers, scheduled=True, tail="zero", prepare=None):
         super().__init__()
@@ -169,7 +169,7 @@ def given(device, live=LIVE):
 
 
 class Whole:
-    """Behind what is refused, a step of a stack gives the bits of one without a stash."""
+    """A step of a stack, after an error, gives the bits of a step without a stash."""
 
     def __init__(self, stash, device):
         self.stash, self.module, self.x, self.counter = stash, layers_of(device), given(device), count(LIVE, device)

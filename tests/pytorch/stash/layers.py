@@ -11,7 +11,7 @@ ROWS, HIDDEN = 40, 32
 
 
 class Declared(torch.nn.Module):
-    """torch's own operations; what they keep is said to be counted."""
+    """torch's own operations, with their saved tensors declared."""
 
     def __init__(self, device):
         super().__init__()
@@ -19,14 +19,14 @@ class Declared(torch.nn.Module):
         self.stash = None
 
     def forward(self, x, counter):
-        x = self.said(x * 1, counter)
-        y = self.said(x @ self.weight, counter)
-        z = self.said(torch.tanh(y), counter)  # which tanh keeps too, and said nothing
-        a, b = self.said(y.sin(), counter), self.said(x.cos(), counter)
-        return self.said(z.bfloat16(), counter).sin().float() + z * (a * b)
+        x = self.declared(x * 1, counter)
+        y = self.declared(x @ self.weight, counter)
+        z = self.declared(torch.tanh(y), counter)  # tanh saves it too, without a declaration
+        a, b = self.declared(y.sin(), counter), self.declared(x.cos(), counter)
+        return self.declared(z.bfloat16(), counter).sin().float() + z * (a * b)
 
     @staticmethod
-    def said(t, counter):
+    def declared(t, counter):
         door.mark_pageable(t, counter)
         return t
 
@@ -63,7 +63,7 @@ def inputs_of(device, lives):
 
 
 def agree(stash, module, inputs, counters, steps=2, expected=None, **how):
-    """Steps of a stash give the bits of a run without; bytes taken are the live ones, where the report shows them."""
+    """Steps with a stash give the bits of steps without one; the report counts the live bytes."""
     expected = expected or step(module, inputs, counters, **how)[0]
     for i in range(steps):
         found, overwritten = step(module, inputs, counters, stash, **how)

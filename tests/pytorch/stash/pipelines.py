@@ -23,7 +23,7 @@ class Marked(torch.autograd.Function):
 
 
 def layer(x, stash, name, counter, log, scheduled=True):
-    """sin of a tensor of which `counter` rows are alive."""
+    """sin of a tensor with `counter` live rows."""
     x = stash.pre_schedule(x) if stash and scheduled else x
     t = x * 1
     door.mark_pageable(t, counter)

@@ -18,7 +18,7 @@ from .cases import LIVE, ROWS, WIDTH, Whole, count, filled, given, layers_of, ma
 
 
 class Model(torch.nn.Module):
-    """A stack of layers that a stash is about, of one argument."""
+    """A stack of layers with a stash, as a module of one argument."""
 
     def __init__(self, whole):
         super().__init__()
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 
 
 def forwards(whole, layers, stash):
-    """Of some layers, whose graph is dropped."""
+    """The forward of some layers, whose graph is dropped."""
     y = whole.x.clone().requires_grad_()
     for i in range(layers):
         y = stash.pre_schedule(y)
@@ -42,7 +42,7 @@ def forwards(whole, layers, stash):
 @pytest.mark.parametrize("where", ["behind", "behind reset", "within"])
 @pytest.mark.parametrize("probe", [te.memory_plan, te.explain])
 def test_probes(probe, where, device):
-    """They show a step's groups as a step has them, and are none: no entry passes by, and no page is taken."""
+    """A probe reports the groups of a step without being one: it passes no entry and takes no page."""
     with made(device) as stash:
         whole = Whole(stash, device)
         whole(), whole()
@@ -52,7 +52,9 @@ def test_probes(probe, where, device):
         before = stash.schedule.position, report(stash)
         found = probe(Model(whole), whole.x.clone().requires_grad_())
         if probe is te.memory_plan:
-            assert [row.status for row in found.rows].count("stashed") == 2  # of the last its own backward is next
+            assert [row.status for row in found.rows].count(
+                "stashed"
+            ) == 2  # the last one stays, as its own backward is next
         assert (stash.schedule.position, report(stash)) == before
         if y is not None:  # the step goes on
             with torch.no_grad():
@@ -74,7 +76,7 @@ def test_a_probe_shows_what_is_kept_without_a_pool(device):
 
 
 def test_a_validation_with_gradients(device):
-    """Behind the last backward of a step, and before its reset()."""
+    """After the last backward of a step, and before the next reset()."""
     with made(device) as stash:
         whole = Whole(stash, device)
         whole(), whole()
@@ -84,7 +86,7 @@ def test_a_validation_with_gradients(device):
         numbers = report(stash)
         assert numbers["groups"] == 2 and numbers["device_in_use"] == 0
         whole()
-        y.sum().backward()  # of a step that is over
+        y.sum().backward()  # of a step that has ended
         whole()
         with refused(RuntimeError, "the backward of group 2, microbatch 1 came as entry 6", "step is over"):
             forwards(whole, 3, stash).sum().backward()
@@ -104,7 +106,7 @@ def test_a_validation_that_fails(device):
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize("first", [False, True])
 def test_bump_with_graphs_that_stay(first, scheduled, device):
-    """Backwards that keep the graph give groups back in the same order: last in, first out."""
+    """Backwards that retain the graph load groups in the same order: last in, first out."""
     with made(device, policy="bump", page_bytes=512, device_pages=200) as stash:
         module, x, counter = layers_of(device, 2, scheduled=scheduled), given(device), count(LIVE, device)
         expected, _ = step(module, [x], [counter])
@@ -122,7 +124,7 @@ def test_bump_with_graphs_that_stay(first, scheduled, device):
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_loop_without_reset(scheduled, device):
-    """Is told, and records nothing any more."""
+    """It gets a warning, and recording ends."""
     with made(device, device_pages=None) as stash:
         module, x, counter = layers_of(device, 1, scheduled=scheduled), given(device), count(LIVE, device)
 
@@ -131,7 +133,9 @@ def test_a_loop_without_reset(scheduled, device):
 
         for _ in range(1024):
             once()
-        with pytest.warns(UserWarning, match="Without reset.. the first step never ends.*call reset.. before each step"):
+        with pytest.warns(
+            UserWarning, match="Without reset.. the first step never ends.*call reset.. before each step"
+        ):
             once()
         for _ in range(10):
             once()
@@ -166,7 +170,7 @@ class Captured(_C.StashStreams):
 
 @pytest.mark.parametrize("what", ["store", "load"])
 def test_a_pool_is_captured_with_its_first_call(what):
-    """Wherever reset() was called."""
+    """It does not matter where reset() was called."""
     with made("cpu", device_pages=40) as stash:
         streams = stash.streams = Captured(stash.device)
         t = filled(100, 64, torch.uint8, "cpu")
@@ -186,7 +190,7 @@ def test_a_pool_is_captured_with_its_first_call(what):
 
 
 def test_the_first_step(device):
-    """Before there is a pool, what is asked of a step has an answer."""
+    """verdict() and plan() work before there is a pool."""
     with made(device, device_pages=None, page_bytes=128, factor=1.0) as stash:
         whole = Whole(stash, device)
         with refused(RuntimeError, "PagedStash.plan", "no step with groups"):
@@ -205,7 +209,7 @@ def test_the_first_step(device):
 
 
 def test_numbers_of_steps(device):
-    """Each step has one of its own, over pools too."""
+    """Each step has a number of its own, also after grow()."""
     with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
         whole, t, numbers = Whole(stash, device), filled(100, 64, torch.uint8, device), []
 
@@ -235,7 +239,7 @@ def test_numbers_of_steps(device):
 
 @pytest.mark.parametrize("kept", ["before the pool", "over grow()"])
 def test_one_gate_for_the_life(kept, device):
-    """It is asked for once: what an optimizer has is the gate of every pool."""
+    """An optimizer asks once and has the gate of every later pool."""
     with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
         module, x = layers_of(device, 2), randn(ROWS, WIDTH, device=device)
         optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
@@ -259,7 +263,7 @@ def test_one_gate_for_the_life(kept, device):
 
 
 class Fails(torch.nn.Module):
-    """A layer of a schedule that raises, when told to, inside of its group's step."""
+    """A layer that raises between its group and post_schedule() while `fails` is set."""
 
     def __init__(self, number, stash, device):
         super().__init__()
@@ -276,7 +280,7 @@ class Fails(torch.nn.Module):
 
 
 def test_a_capture_that_failed(device):
-    """Its pass ends by itself: the next capture begins a step of its own. Mutant: no pass_ended() where a capture
+    """The failed pass ends, and the next capture starts a step of its own. Mutant: no pass_ended() where a capture
     fails."""
     with contextlib.closing(PagedStash(page_bytes=4096, device=device, factor=9.0)) as stash:
         layers = [Fails(i, stash, device) for i in range(2)]

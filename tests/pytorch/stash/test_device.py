@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def gradients(module, x, counter, stash=None):
-    """Of a step whose rows behind the live ones get gradient 0; asks the device for nothing."""
+    """Gradients of a step whose dead rows get gradient 0; reads nothing from the device."""
     given = x.detach().requires_grad_()
     y = module(given, counter, stash)
     alive = (torch.arange(ROWS, device=x.device) < counter)[:, None]
@@ -27,7 +27,7 @@ def gradients(module, x, counter, stash=None):
 
 
 def steps(stash, scheduled):
-    """run(): one step of groups, and of tensors by themselves. The second result is what it has to give."""
+    """run(), which is one step of groups and of stash() calls, and its expected result."""
     module, counter = layers_of("cuda", 4, scheduled=scheduled), count(17, "cuda")
     x = dead_rows_zero(randn(ROWS, WIDTH, device="cuda"), 17)
     t = filled(64, 48, torch.uint8, "cuda")
@@ -48,7 +48,7 @@ def steps(stash, scheduled):
 def test_the_host_waits_for_nothing(scheduled, options):
     with made("cuda", **options) as stash:
         run, expected = steps(stash, scheduled)
-        for _ in range(3):  # makes the pool, the streams and the memory
+        for _ in range(3):  # creates the pool, the streams and the memory
             run()
             torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -88,7 +88,7 @@ def test_a_verdict_leaves_a_busy_stream_alone():
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_two_thousand_replays(scheduled):
-    """Counts of every kind, of which the larger ones spill; each replay begins with what its reset() makes."""
+    """Small counts, and larger ones that spill; each replay starts with its captured reset()."""
     module, counter = layers_of("cuda", 4, scheduled=scheduled), count(0, "cuda")
     x = randn(ROWS, WIDTH, device="cuda")
     inputs = {live: dead_rows_zero(x, live) for live in LIVES}
@@ -129,8 +129,8 @@ def test_two_thousand_replays(scheduled):
 
 
 def test_a_live_graph_keeps_its_pool():
-    """reset() was called outside of the capture, which has the pool's addresses all the same."""
-    with made("cuda", device_pages=16) as stash:  # the step wants 10, "lost" 25
+    """The capture holds the pool's addresses although reset() was called outside of it."""
+    with made("cuda", device_pages=16) as stash:  # the step needs 10, "lost" 25
         module, counter = layers_of("cuda", 3), count(17, "cuda")
         x = dead_rows_zero(randn(ROWS, WIDTH, device="cuda"), 17)
         expected = gradients(module, x, counter)
@@ -158,7 +158,7 @@ def test_a_live_graph_keeps_its_pool():
 
 
 def test_two_streams_at_once():
-    """Groups come and go on the streams of a stash while the compute stream is somewhere else: ten thousand times."""
+    """Ten thousand groups are stored and loaded while the compute stream runs ahead."""
     stash = PagedStash(256, device_pages=37, host_pages=16, overflow="raise_at_step_end", device="cuda")
     choice = random.Random(3)
     tensors = [filled(64, 48, torch.uint8, "cuda", seed=i) for i in range(6)]

@@ -51,7 +51,7 @@ MODULES = {
 
 
 def gradients(modules, recipe, x, weights, count, splits, stash=None):
-    """Of live rows, and of all parameters."""
+    """Gradients of live rows and of all parameters."""
     for module in modules:
         module.zero_grad(set_to_none=True)
     given = y = x.clone().requires_grad_()
@@ -75,7 +75,7 @@ def compare(kind, recipe, device, counts, splits=lambda count: [30, 0, ROWS - 30
     with made(device, page_bytes=512, debug=True) as stash:
         for live in counts:
             x, weights = (randn(ROWS, WIDTH, device=device, dtype=dtype) for _ in range(2))
-            x[live:] *= 3.0  # behind the live rows there is something else
+            x[live:] *= 3.0  # dead rows with other values
             count = torch.tensor([live], device=device)
             stash.reset()
             found = gradients(first, recipe, x, weights, count, splits(live), stash)
@@ -97,7 +97,7 @@ def test_modules(kind, recipe, device):
 
 @pytest.mark.parametrize("recipe", ["current", "block", "block, any scales"])
 def test_groups_that_the_device_knows(recipe, device):
-    """All of whose rows are alive."""
+    """A group whose rows are all live."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def splits(count):
@@ -135,7 +135,7 @@ def test_what_leaves(device):
 
 
 def test_a_quantizer_written_in_python(device):
-    """What its scales are made of is not known: what it quantizes again is kept whole."""
+    """The input of its scales is unknown, so that a tensor that it quantizes again is saved whole."""
 
     class Own(te.Float8CurrentScalingQuantizer):
         def quantize_impl(self, tensor):
@@ -154,7 +154,7 @@ def test_a_quantizer_written_in_python(device):
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_a_loss_by_chunks(recipe, device):
-    """One that is not reduced makes each chunk's logits again."""
+    """A loss that is not reduced computes the logits of each chunk again."""
     classes, (x, weights), live = 40, (randn(ROWS, WIDTH, device=device) for _ in range(2)), 65
     x[live:] *= 3.0
     weight = randn(classes, WIDTH, device=device)

@@ -42,7 +42,7 @@ def run(layers, x, counter):
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("warm", [0, 1, 3])
 def test_warm_ups(warm, hook, first, device):
-    """Each of their passes is a step; without any the capture is the first."""
+    """Each warm-up pass is a step; without warm-ups the capture is the first step."""
     if warm == 0 and first == "none":
         pytest.skip("a pool is not made inside of a capture")
     counter, x = count(LIVE, device), given(device)
@@ -69,7 +69,7 @@ def test_warm_ups(warm, hook, first, device):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_microbatches(told, device):
-    """Two in flight, by an order that is recorded, or said before."""
+    """Two in flight, by a recorded order or by schedule_from_order()."""
     order, counter, x = [1, 1, -1, -1], count(LIVE, device), given(device)
     with made(device, device_pages=None, factor=2.0, page_bytes=128) as stash:
         layers = [Layer(stash, i, device) for i in range(2)]

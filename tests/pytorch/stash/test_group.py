@@ -39,7 +39,7 @@ def test_the_bytes_are_those_of_live_rows(live, device):
     with made(device) as stash:
         agree(stash, module, inputs_of(device, [live]), counters, steps=1)
         step(module, inputs_of(device, [live]), counters, stash)
-        assert report(stash)["live_bytes"] == 2 * live * HIDDEN * 4  # of the third its own backward is next
+        assert report(stash)["live_bytes"] == 2 * live * HIDDEN * 4  # the third stays, as its own backward is next
         stash.reset(record=True)
         step(module, inputs_of(device, [live]), counters, stash)
         assert report(stash)["live_bytes"] == 3 * live * HIDDEN * 4
@@ -51,7 +51,7 @@ def test_the_bytes_are_those_of_live_rows(live, device):
 def test_policies_tiers_and_tails(tier, policy, tail, device):
     pages = {"device": (256, 0), "mixed": (7, 256), "host": (0, 256)}[tier]
     module = stack("swiglu" if tail != "keep" else "declared", device, tail=tail)
-    if tail == "keep":  # what is behind the live rows is anything: these are row by row, and weights are let be
+    if tail == "keep":  # dead rows are undefined: the layers work row by row, and weights get no gradient
         for layer in module.layers:
             layer.weight.requires_grad_(False)
     with made(device, device_pages=pages[0], host_pages=pages[1], policy=policy, debug=True) as stash:
@@ -60,10 +60,10 @@ def test_policies_tiers_and_tails(tier, policy, tail, device):
 
 
 def test_eviction(device):
-    """The groups whose backward is farthest leave for the host, and the next ones stay."""
+    """The groups with the latest backwards move to the host, and the next ones stay."""
     module, counters = stack("linear", device, scheduled=True), [count(17, device)]
     module.layers.extend(stack("linear", device).layers)
-    with made(device, device_pages=32, host_pages=64, low_water=16) as stash:  # a group wants 9 pages
+    with made(device, device_pages=32, host_pages=64, low_water=16) as stash:  # a group needs 9 pages
         numbers = agree(stash, module, inputs_of(device, [17]), counters, steps=3)
         assert numbers["evicted_pages"] > 0
 
@@ -175,7 +175,7 @@ def test_what_is_marked_stays(device):
             c = given * 3
             door.mark_pageable(c, counter)
             z = c.sin()
-            te.mark_not_offload(c)  # before it left
+            te.mark_not_offload(c)  # before it is stored
         stash.step.free_leaving()
         assert report(stash)["live_bytes"] == 17 * HIDDEN * 4
         (y.sum() + z.sum()).backward()
@@ -183,7 +183,7 @@ def test_what_is_marked_stays(device):
 
 @pytest.mark.parametrize("state", ["kept", "back"])
 def test_memory_that_nobody_wants_goes_back_alone(state, device):
-    """A tensor's memory is there as long as its node wants it, and no longer: not until the group is over."""
+    """A tensor's memory lives as long as its node, not as long as the group."""
     counter = count(17, device)
     with made(device, device_pages=None if state == "kept" else 4096) as stash:
         given = randn(ROWS, HIDDEN, device=device, requires_grad=True)
@@ -204,7 +204,7 @@ def test_memory_that_nobody_wants_goes_back_alone(state, device):
 
 
 def test_counts_are_said_inside_of_a_group_alone(device):
-    """Behind it our nodes announce what was announced before it: nothing."""
+    """After the group, nodes announce what they announced before it: nothing."""
     counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
 
     class Asks(door.StorageHandler):
@@ -243,7 +243,7 @@ def test_the_memory_plan(device):
         plan = te.memory_plan(Stack(), sample)
         stashed = [row for row in plan.rows if row.status == "stashed"]
         assert stashed and all(ROWS % row.bytes != 0 for row in stashed) and "stashed" in str(plan)
-        assert report(stash)["device_in_use"] == 0  # the plan's graph is gone
+        assert report(stash)["device_in_use"] == 0  # the plan's graph was freed
 
 
 def test_originals_are_dead_behind_the_wait(device):
@@ -258,7 +258,7 @@ def test_originals_are_dead_behind_the_wait(device):
         z = stash.post_schedule(y)
         del x
         gc.collect()
-        assert ref() is not None  # it is being copied
+        assert ref() is not None  # while it is copied
         stash.pre_schedule(z)
         gc.collect()
         assert ref() is None

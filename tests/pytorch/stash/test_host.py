@@ -16,7 +16,7 @@ MOST = {True: (6, 3), False: (4, 3)}  # scheduled: (forward, backward); three mo
 
 
 class Keeps(torch.autograd.Function):
-    """Keeps what it is given and computes nothing."""
+    """Saves its arguments and computes nothing."""
 
     @staticmethod
     def forward(ctx, x, kept):
@@ -42,7 +42,7 @@ def forward(x, kept, counter, stash, scheduled):
 
 
 def calls(run, *args):
-    """What it returns, and how many functions of Python ran meanwhile."""
+    """Its result, and the number of Python functions that ran."""
     events = []
     sys.setprofile(lambda frame, event, _: events.append(frame.f_code.co_qualname) if event == "call" else None)
     try:
@@ -58,11 +58,11 @@ def counted(tensors, scheduled, stash_options):
     kept = [[torch.ones(ROWS, WIDTH) for _ in range(tensors)] for _ in range(GROUPS)]
     for t in (t for group in kept for t in group):
         door.mark_pageable(t, counter)
-    for _ in range(2):  # what torch loads when it is used first is not counted
+    for _ in range(2):  # imports of torch's first use are not counted
         y, plain_forward = calls(forward, x, kept, counter, None, scheduled)
         _, plain_backward = calls(y.backward, torch.ones_like(y))
     with made("cpu", **stash_options) as stash:
-        for _ in range(3):  # the last one is the one that counts: its order is known, and it has a pool
+        for _ in range(3):  # only the last one counts: its order is known, and it has a pool
             stash.reset()
             y, ours = calls(forward, x, kept, counter, stash, scheduled)
             _, back = calls(y.backward, torch.ones_like(y))

@@ -53,7 +53,7 @@ def test_units_beyond_64_bits(device):
 
 
 def test_rows_without_bytes_are_not_over_capacity(device):
-    """Their count is one of rows that are there; a flag would have the optimizer leave a good step out."""
+    """Their count is in range; a flag would make the optimizer skip a good step."""
     with made(device) as stash:
         handle = stash.stash(
             "a", [torch.empty(5, 0, device=device), filled(5, 4, torch.uint8, device)], count(2, device)
@@ -65,7 +65,7 @@ def test_rows_without_bytes_are_not_over_capacity(device):
 
 
 def test_a_negated_view_is_refused(device):
-    """Its bytes have the other sign."""
+    """Its bytes have the opposite sign."""
     with made(device) as stash:
         negated = torch.randn(5, 4, dtype=torch.complex64, device=device).conj().imag.view(5, 4)
         assert negated.is_neg()
@@ -104,7 +104,7 @@ def test_a_group_of_a_stash_that_nobody_has(device):
 
 
 class Named(torch.nn.Module):
-    """Its own group's name, and holds the stash that holds that."""
+    """A layer that is the name of its own group, and holds the stash that holds the name."""
 
     def __init__(self, stash, w):
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_closed_stash_holds_no_names(device):
 
 @pytest.mark.filterwarnings("ignore:PagedStash. stashing costs memory")
 def test_a_handle_of_the_step_before_is_no_load_of_this_one(device):
-    """It was kept, for there was no pool; the step that is recorded now has groups of the same name."""
+    """It was kept, as there was no pool; the next recorded step has groups of the same name."""
     with made(device, page_bytes=128, device_pages=None, factor=1.0) as stash:
         t, counter = filled(8, 64, torch.uint8, device), count(8, device)
         stash.reset()
@@ -188,7 +188,7 @@ def test_a_counter_that_changes_between_a_group_and_its_scheduler(device):
 
 
 def test_rows_that_are_no_whole_units(device):
-    """Cut to whole units, the last rows would not come back."""
+    """With whole units alone, the last rows would be lost."""
     with made(device) as stash:
         x, w, counter = randn(10, WIDTH, device=device), parts(device)[1], count(3, device)
         with refused(ValueError, "10 rows", "multiple", "4"), stash.group("a", counter):
@@ -197,7 +197,7 @@ def test_rows_that_are_no_whole_units(device):
 
 
 def test_what_came_back_outlives_its_step(device):
-    """As a retained graph does."""
+    """A retained graph does this."""
     with made(device) as stash:
         x, w, counter = parts(device)
         y = product(stash, x, w, counter)
@@ -223,7 +223,7 @@ def test_what_leaves_has_left_when_a_backward_reads_another(device):
 
 
 def test_a_group_that_fails_between_its_schedulers(device):
-    """The next one comes in the same step."""
+    """The next backward runs in the same step."""
     with made(device) as stash:
         x, w, counter = parts(device)
         stash.pre_schedule(x)
@@ -235,7 +235,7 @@ def test_a_group_that_fails_between_its_schedulers(device):
 
 
 def test_hundreds_of_handles_are_over_with_their_step(device):
-    """Those that are gone are swept from the step's list in between; pages of the others are the next step's."""
+    """Expired handles are swept from the step's list; pages of the others belong to the next step."""
     with made(device) as stash:
         t, counter = filled(5, 4, torch.uint8, device), count(2, device)
         handles = [stash.stash(i, [t], counter) for i in range(200)]
@@ -248,7 +248,7 @@ def test_hundreds_of_handles_are_over_with_their_step(device):
 
 
 def test_a_group_comes_back_once_in_what_was_recorded(device):
-    """Else a plan would count its pages twice."""
+    """A plan would count its pages twice."""
     with made(device) as stash:
         x, w, counter = parts(device)
         y = product(stash, x, w, counter)

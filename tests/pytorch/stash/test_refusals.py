@@ -102,7 +102,7 @@ def test_reloads_that_come_too_late(device):
 
 
 def test_a_backward_that_comes_too_late(device):
-    """Its pages are another step's by now, its entries no part of it."""
+    """Its pages belong to another step by then, and its entries to no schedule."""
     with made(device) as stash:
         whole = Whole(stash, device)
         whole(), whole()
@@ -157,7 +157,7 @@ def test_groups(device):
 
 
 def test_what_cannot_come_back_as_it_was(device):
-    """Tensors in one storage, whose rows are counted in two ways or not at all."""
+    """Tensors of one storage with different counters, or without one."""
     with made(device) as stash:
         whole, x = Whole(stash, device), randn(64, 8, device=device).requires_grad_()
         a, b = count(10, device), count(20, device)
@@ -186,7 +186,7 @@ def test_what_cannot_come_back_as_it_was(device):
                 kept(said(first, a), said(then, a))
         with refused(ValueError, "'a'", "not in its rows", "mark_pageable"):
             kept(said(half, a), lambda t: t[second])
-        for dtype in (torch.int8, torch.int32):  # what does come back
+        for dtype in (torch.int8, torch.int32):  # these are restored
             counter = a.to(dtype)
             y, z = kept(said(everything, counter), said(half, counter))
             stash.step.free_leaving()
@@ -219,7 +219,7 @@ def test_more_than_sixteen_tensors(device):
 
 @pytest.mark.parametrize("value", [-5, 100])
 def test_counts_out_of_range(value, device):
-    """Cut, and reported: the rows that there are come back."""
+    """It is cut and reported: all existing rows are loaded."""
     with made(device) as stash:
         whole, t = Whole(stash, device), filled(12, 8, torch.uint8, device)
         expected = t.clone() if value > 0 else torch.zeros_like(t)
@@ -264,7 +264,7 @@ def test_a_counter_that_is_written_while_its_group_leaves(device):
 
 @pytest.mark.parametrize("when", ["in the group", "leaving", "away"])
 def test_writes_in_place(when, device):
-    """What was copied is right; what was written before is refused as torch refuses it."""
+    """A write after the copy is harmless; a write before it raises, as in torch."""
     with made(device) as stash:
         whole, x, one = Whole(stash, device), given(device).requires_grad_(), count(ROWS, device)
         t = x * 1
@@ -289,7 +289,7 @@ def test_writes_in_place(when, device):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
 def test_a_short_counter_is_read_when_its_tensor_is_saved(dtype, device):
-    """The engine reads a copy of it, one for each value."""
+    """The engine reads an int32 copy, one for each value."""
     counter = torch.tensor([2], dtype=dtype, device=device)
     weights = [torch.ones(8, 64, device=device, requires_grad=True) for _ in range(2)]
     with made(device) as stash:

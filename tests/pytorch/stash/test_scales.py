@@ -65,7 +65,7 @@ def a_bad_step(layers, x, recipe, small):
 @pytest.mark.parametrize("bad", [0, BAD])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_runs_again(rule, bad, device):
-    """The first one too, whose scaling states there were not before."""
+    """Also the first step, which creates the scaling states."""
     first, recipe = modules(device), R.DelayedScaling(**RULES[rule])
     second = copy.deepcopy(first)
     with made(device, device_pages=2) as small:
@@ -88,7 +88,7 @@ def test_a_step_that_runs_again(rule, bad, device):
 @pytest.mark.parametrize("told", ["reset", "gate", "verdict", "close"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_the_gate_keeps_out(rule, told, bad, device):
-    """It leaves no amax behind, whoever asks first; a good one leaves all of its own."""
+    """It leaves no amax, whichever call restores them first; a good step leaves all amaxes."""
     first, recipe = modules(device), R.DelayedScaling(**RULES[rule])
     second = copy.deepcopy(first)
     with made(device) as stash, made(device, device_pages=2) as small:
@@ -112,7 +112,7 @@ def test_a_step_that_the_gate_keeps_out(rule, told, bad, device):
 
 
 def test_a_bad_step_that_is_replayed(device, monkeypatch):
-    """A captured reset() copies on the device, where its replays do; the host's random states go on."""
+    """A captured reset() copies on the device, also in replays; the host's random states continue."""
     layers, recipe, drawn = modules(device), R.DelayedScaling(amax_history_len=4), []
     x, t = randn(ROWS, WIDTH, device=device), filled(100, 64, torch.uint8, device)
     with made(device, device_pages=2) as stash:
@@ -159,7 +159,7 @@ def test_recomputation_reads_the_scales_that_are_put_back(device):
 
 
 def test_a_rerun_puts_trackers_back(device):
-    """What is drawn inside of a fork is drawn again, as the states of trackers are part of what a step starts with."""
+    """Numbers drawn inside of a fork are drawn again: the states of trackers belong to the start of a step."""
     tracker = te.distributed.CudaRNGStatesTracker()
     tracker.add("a", 1234)
 
@@ -174,7 +174,7 @@ def test_a_rerun_puts_trackers_back(device):
 
 
 def test_a_rerun_puts_a_callers_own_tracker_back(device):
-    """One that a registered module was given, of a class that is not the library's. Mutant: trackers() for
+    """A tracker of a foreign class in a registered module. Mutant: trackers() for
     trackers_of() in Snapshot.take()."""
 
     class Own:
@@ -201,7 +201,7 @@ def test_a_rerun_puts_a_callers_own_tracker_back(device):
 
 
 def test_only_what_is_registered(device):
-    """Other modules keep what a bad step left."""
+    """Modules that are not registered keep the state of a bad step."""
     layers, other, recipe = modules(device), modules(device), R.DelayedScaling(amax_history_len=2)
     x = randn(ROWS, WIDTH, device=device)
     with made(device) as stash:

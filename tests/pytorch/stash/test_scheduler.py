@@ -41,7 +41,7 @@ def three(device):
 
 @pytest.fixture
 def known(device):
-    """A stash that knows the order of three layers, and what its second step gave to the streams."""
+    """The log of the second step of a stash that knows the order of three layers."""
     with made(device) as stash:
         chunks_in_order([1, -1], 3, three(device), device, stash)
         stash.reset()
@@ -86,7 +86,7 @@ def test_post_forward_keeps_what_is_next(known):
 
 
 def test_post_forward_loads_ahead(device):
-    """Of the microbatch before, whose backward is next."""
+    """The group of the microbatch before, whose backward is next."""
     order = [1, 1, -1, 1, -1, -1]
     with made(device) as stash:
         chunks_in_order(order, 1, three(device), device, stash)
@@ -99,7 +99,7 @@ def test_post_forward_loads_ahead(device):
 
 
 def test_post_backward_waits_for_the_stash_and_frees(device):
-    """A backward comes right behind another group's forward, whose originals are there still."""
+    """A backward directly after the forward of another group, whose originals are not freed yet."""
     with made(device) as stash:
         x = randn(ROWS, WIDTH, device=device, requires_grad=True)
         first = layer(x, stash, "a", count(20, device), [])
@@ -120,7 +120,7 @@ def test_post_backward_waits_for_the_reload(known):
 
 
 def test_pre_backward_loads_ahead(known):
-    """Behind the layer, so that two groups are never there."""
+    """The next load starts after the layer's backward, so that two groups are never loaded at once."""
     assert known.index("B2") < known.index("load1") and known.index("B1") < known.index("load0")
 
 
@@ -175,7 +175,7 @@ def test_pipelines(pipeline, policy, device):
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_the_peak_of_groups_of_10_10_and_4_pages(scheduled, device):
-    """40, 40 and 16 rows of 64 bytes, 4 rows a page, and a last layer that is kept."""
+    """40, 40 and 16 rows of 64 bytes, 4 rows a page, and a last layer that stays."""
     counters = [count(40, device), count(38, device), count(16, device), count(1, device)]
 
     def run(stash):
@@ -197,7 +197,7 @@ def test_the_peak_of_groups_of_10_10_and_4_pages(scheduled, device):
 
 
 def test_microbatches_one_behind_the_other_want_one_pool(device):
-    """Without schedulers and before there is a pool, what came back is known to be gone."""
+    """Without schedulers and before there is a pool, loads are recorded."""
     with made(device, device_pages=None, factor=1.0) as stash:
         for _ in range(5):
             chunks_in_order([1, -1], 2, three(device), device, stash, scheduled=False)
@@ -218,7 +218,7 @@ def test_generated_orders(order, live, pool, scheduled):
     without, and every page comes back."""
     policy, device_pages, host_pages, low_water = pool
     flying, program = [], []
-    for entry in order:  # backwards of what there is
+    for entry in order:  # only backwards of chunks in flight
         if entry > 0:
             flying.append(entry)
         elif entry == 0 and flying:

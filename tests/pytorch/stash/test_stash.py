@@ -111,7 +111,7 @@ def test_views_at_an_offset(device):
 @pytest.mark.parametrize("live", [0, 3, 128, 130, 300])
 @pytest.mark.parametrize("tail", ["zero", "tile", "keep"])
 def test_tails(tail, live, device):
-    """What is behind is written as far as the tail says: the test's memory is NaN there, or 0xFF."""
+    """Dead rows are written as far as the tail reaches; before, the memory is NaN or 0xFF."""
     with made(device) as stash:
         t = filled(300, 8, torch.uint8, device)
         (back,), (expected,) = there_and_back(stash, [t], count(live, device), tail=tail)
@@ -142,7 +142,7 @@ def test_reloads_that_keep(device):
 
 
 def test_before_there_is_a_pool(device):
-    """The first step keeps all tensors, and yet what is written into the originals is not what comes back."""
+    """The first step keeps all tensors, but a write to the originals does not change a reload."""
     with made(device, device_pages=None, page_bytes=128) as stash:
         for tail in ("zero", "keep"):
             t, counter = filled(50, 16, torch.uint8, device), count(20, device)
@@ -181,7 +181,7 @@ def test_tensors_without_rows(device):
 
 @pytest.mark.parametrize("policy", ["ring", "stack"])
 def test_pages_of_both_tiers_and_in_any_order(policy, device):
-    """Device pages first, host pages for the rest; the order in which groups come back permutes both lists."""
+    """Device pages first, host pages for the rest; the order of loads permutes both lists."""
     with made(device, device_pages=6, host_pages=6, page_bytes=128, policy=policy) as stash:
         for turn in range(7):
             tensors = [filled(8, 64, torch.uint8, device, seed=10 * turn + i) for i in range(3)]
@@ -227,7 +227,7 @@ def test_a_handle_that_nobody_wants_gives_its_pages_back(device):
 
 
 def test_what_a_pool_takes_beside_its_pages(device):
-    """A thousandth: lists of ids, the report, and an entry for each group with the ids of its pages."""
+    """At most a thousandth: lists of ids, the report, and an entry of page ids for each group."""
     page_bytes, pages = 524288, 64
     with made(device, page_bytes=page_bytes, device_pages=pages) as stash:
         t, counter = torch.zeros(4096, 1024, dtype=torch.uint8, device=device), count(4096, device)

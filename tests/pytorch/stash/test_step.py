@@ -63,7 +63,7 @@ def test_bump_out_of_order(device):
 @pytest.mark.parametrize("device_pages", [None, 4096])
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_first_step_that_fails(scheduled, device_pages, device):
-    """It is no schedule and sizes no pool: the next one is recorded."""
+    """It gives no schedule and no pool size; the next step is recorded."""
     with made(device, device_pages=device_pages, page_bytes=128) as stash:
         module, x, one = layers_of(device, 6, scheduled=scheduled), given(device), count(LIVE, device)
         expected, _ = step(module, [x], [one])
@@ -126,7 +126,7 @@ def test_a_step_that_fails(where, device):
                 run()
         gc.collect()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert report(stash)["device_in_use"] == 0  # the graph is gone
+        assert report(stash)["device_in_use"] == 0  # the graph was freed
         whole(), whole()
 
 
@@ -149,7 +149,7 @@ def test_a_captured_pool_and_grows(device):
                 t = filled(1000, 64, torch.uint8, device)
         stash.stash("c", [t], count(1000, device))
         stash.reset()
-        verdict = stash.verdict()  # the new pool's first step, by the name that it had there
+        verdict = stash.verdict()  # the new pool's first step, by that step's names
         assert verdict is not None and not verdict.ok and verdict.group == "a"
         stash.stash("d", [t], count(1000, device))
         assert stash.grow() > 250
@@ -175,7 +175,7 @@ def test_memory_that_is_exhausted_under_raise_at_step_end(device):
 
 
 def test_rerun(device):
-    """A bad step again: the same random numbers and buffers, and its verdict is not raised a second time."""
+    """A bad step runs again with the same random numbers and buffers, and its verdict is not raised twice."""
     with made(device, device_pages=2, overflow="raise_at_step_end", close=False) as stash:
         norm = torch.nn.BatchNorm1d(WIDTH, device=device)
         module, x, one = layers_of(device), randn(ROWS, WIDTH, device=device), count(ROWS, device)
@@ -216,7 +216,7 @@ def test_a_bad_step_that_runs_again_as_it_is(device):
 
         def run():
             turns.append(1)
-            assert len(turns) == 1 or stash.verdict() is None  # the bad one was told
+            assert len(turns) == 1 or stash.verdict() is None  # the bad one was read
             stash.stash("a", [t], count(100 if len(turns) == 1 else 1, device))
 
         stash.reset()
@@ -236,12 +236,12 @@ def test_trap_ends_the_process(device):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0 and "still there" not in ended.stdout
-    said = ended.stderr if device == "cpu" else ended.stdout + ended.stderr  # CUDA's printf is the process's stdout
+    said = ended.stderr if device == "cpu" else ended.stdout + ended.stderr  # CUDA's printf goes to stdout
     assert "te_stash_store: group 0 wants" in said and "options.trap ends the process here" in said, said
 
 
 def test_groups_on_threads(device):
-    """One stash for each thread works; one for all says what is in the way."""
+    """One stash for each thread works; one stash for all threads raises."""
 
     def run(i):
         torch.manual_seed(i)
@@ -257,7 +257,7 @@ def test_groups_on_threads(device):
 
 
 def test_one_layer_is_kept_without_a_warning(device, recwarn):
-    """Its own backward is next: nothing leaves, and nothing is wrong with that."""
+    """Its own backward is next: nothing is stored, and that is no error."""
     with made(device) as stash:
         module, x, one = layers_of(device, 1), given(device), count(LIVE, device)
         expected, _ = step(module, [x], [one])
@@ -273,7 +273,7 @@ def test_one_layer_is_kept_without_a_warning(device, recwarn):
 
 
 def optimizers(device):
-    """Those that take found_inf where the parameters are."""
+    """Optimizers that take found_inf on the device of the parameters."""
     names = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     made = {name: (lambda p, kind=kind: kind(p, lr=0.1, fused=True)) for name, kind in names.items()}
     if device == "cuda":
@@ -283,7 +283,7 @@ def optimizers(device):
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "FusedAdam"])
 def test_the_gate_keeps_a_bad_step_out(name, device):
-    """Parameters and states keep their bits, and the next good step goes on from them as if there had been none."""
+    """Parameters and states keep their bits, and the next good step continues from them."""
     if name not in optimizers(device):
         pytest.skip("FusedAdam takes found_inf with capturable=True, which wants CUDA tensors")
     module, plain = layers_of(device, 1), layers_of(device, 1)
@@ -312,14 +312,14 @@ def test_the_gate_keeps_a_bad_step_out(name, device):
 
 
 def test_a_lost_group_in_a_step(device):
-    """Its gradients are NaN wherever its rows are read, its groups' names are told, and nothing else is lost."""
+    """Gradients that read its rows are NaN, the verdict names it, and no other group is lost."""
     with made(device, device_pages=4) as stash:
         whole = Whole(stash, device)
         whole.module.zero_grad(set_to_none=True)
         y = whole.module(whole.x.clone().requires_grad_(), whole.counter, stash)
         y[:LIVE].sum().backward()
         weights = [layer.weight.grad for layer in whole.module.layers]
-        verdict = stash.verdict(wait=True)  # of 448 bytes a group, two have room
+        verdict = stash.verdict(wait=True)  # groups of 448 bytes; two of them fit
         assert verdict.flags == ("lost",) and verdict.group == 2 and float(stash.gate()) == 1
         assert weights[2].isnan().all() and not any(w.isnan().any() for w in weights[:2])
         stash.grow()

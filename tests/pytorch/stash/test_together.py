@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 @pytest.mark.parametrize("how", ["te", "te reentrant", "torch", "around"])
 def test_beside_checkpoints(how, device):
-    """Inside of a group it keeps its input alone; a group inside of one takes nothing."""
+    """Inside of a group it saves its input alone; a group inside of a checkpoint takes nothing."""
     layers = ours("gelu", device)
 
     def run(layer, x, counter):
@@ -34,7 +34,7 @@ def test_beside_checkpoints(how, device):
             for _ in range(2):
                 found, overwritten = step(module, given, counters, stash)
                 same(found, expected)
-                assert overwritten or how == "torch"  # which keeps what it begins with where no hook sees it
+                assert overwritten or how == "torch"  # it saves its inputs outside of hooks
                 stash.reset()
             return
         module, (x,) = Layers(*layers), inputs_of(device, [17])
@@ -105,7 +105,7 @@ RECIPES = [recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8B
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8(recipe, device):
-    """What is kept with its rows along another dimension stays."""
+    """A tensor with its rows along another dimension stays."""
     torch.manual_seed(3)
     layers = [te.LayerNormMLP(128, 256, activation="swiglu", device=device) for _ in range(2)]
     x = dead_rows_zero(randn(128, 128, device=device), 48)

@@ -41,7 +41,7 @@ def pipeline(name, left_out=None, hurry=None, **options):
             if left_out is None:
                 raise
             right, maps = False, str(error)
-        assert left_out is None or streams.left, f"nobody has {left_out}"
+        assert left_out is None or streams.left, f"no wait matches {left_out}"
     return right, maps
 
 
@@ -76,7 +76,7 @@ def test_pipelines_on_late_streams(name, options, hurry):
 
 
 @pytest.mark.parametrize(
-    ("who", "whom", "options", "hurry"),
+    ("waiting", "awaited", "options", "hurry"),
     [
         ("store", "produced", RING, None),
         ("load", "memory", RING, None),
@@ -85,13 +85,13 @@ def test_pipelines_on_late_streams(name, options, hurry):
         ("load", "store", SPILLS, "load"),
     ],
 )
-def test_a_wait_that_is_left_out_of_a_pipeline(who, whom, options, hurry):
-    right, numbers = pipeline("1F1B rank 0", (who, whom), hurry, **options)
+def test_a_wait_that_is_left_out_of_a_pipeline(waiting, awaited, options, hurry):
+    right, numbers = pipeline("1F1B rank 0", (waiting, awaited), hurry, **options)
     assert not right or numbers != at_once("1F1B rank 0", **options)
 
 
 def explicit(left_out, act, hurry=None, **options):
-    """act(stash, tensors, streams): what it returns is to be True, with a clean report."""
+    """Runs act(stash, tensors, streams), which returns whether its results were right."""
     with made(CPU, close=False, page_bytes=128, **{"device_pages": 64, **options}) as stash:
         streams = late_streams(stash, left_out, hurry)
         t = [filled(8, 64, torch.uint8, CPU, seed=i) for i in range(4)]
@@ -102,12 +102,12 @@ def explicit(left_out, act, hurry=None, **options):
             if left_out is None:
                 raise
             right = False
-        assert left_out is None or streams.left, f"nobody has {left_out}"
+        assert left_out is None or streams.left, f"no wait matches {left_out}"
         return right
 
 
 def ahead_then_store(stash, t, streams):
-    """A group that is on its way back, and another one that leaves into the pages that it gives back."""
+    """A group is loaded, and another one is stored into the pages that it frees."""
     one, values = count(8, CPU), [x.clone() for x in t]
     a = stash.stash("a", t[:1], one)
     a.start_load()
@@ -119,7 +119,7 @@ def ahead_then_store(stash, t, streams):
 
 
 def own_store(stash, t, streams):
-    """Its load is behind its store, though nobody has waited for that."""
+    """A load runs after its store, although no call has waited for the store."""
     one, value = count(8, CPU), t[0].clone()
     handle = stash.step.new_handle("a")
     segment = Segment(t[0].view(-1))
@@ -133,8 +133,8 @@ def own_store(stash, t, streams):
     return torch.equal(handle.segments[0].memory.view(8, 64), value)
 
 
-def evict_behind_a_load(stash, t, streams):
-    """What a load that was called before gives back is free for it, and no page has to leave."""
+def evict_after_a_load(stash, t, streams):
+    """Pages that an earlier load frees count as free, so that no page has to move."""
     one = count(8, CPU)
     a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
     a.start_load()
@@ -144,7 +144,7 @@ def evict_behind_a_load(stash, t, streams):
     return report(stash)["evicted_pages"] == 0
 
 
-def load_behind_an_evict(stash, t, streams):
+def load_after_an_evict(stash, t, streams):
     one, values = count(8, CPU), [x.clone() for x in t]
     a, b = (stash.stash(n, [x], one) for n, x in zip("ab", t, strict=False))
     b.evict(100)
@@ -152,18 +152,18 @@ def load_behind_an_evict(stash, t, streams):
     return streams.ran[-2:] == ["evict b", "load a"] and torch.equal(first, values[0])
 
 
-def let_go_while_it_comes(stash, t, streams):
-    """Memory that a copy is on its way into is nobody else's before it has arrived."""
+def release_while_it_loads(stash, t, streams):
+    """Memory that a copy still writes to is not reused before its end."""
     handle = stash.stash("a", t[:1], count(8, CPU))
     handle.start_load()
     memory = handle.segments[0].memory
     handle.release()
-    memory.fill_(7)  # somebody else has it
+    memory.fill_(7)  # its next user
     streams.flush()
     return bool((memory == 7).all())
 
 
-def let_go_while_it_leaves(stash, t, streams):
+def release_while_it_stores(stash, t, streams):
     with stash.group("a"):
         x = randn(8, 16, device=CPU, requires_grad=True) * 1
         stash.mark_pageable(x, count(8, CPU))
@@ -210,16 +210,16 @@ def gate_joins(stash, t, streams):
 
 EIGHT = {"device_pages": 8, "host_pages": 8}
 CASES = {
-    "a store behind loads before it": (ahead_then_store, ("store b", "load a"), {"device_pages": 4}),
-    "a load behind its store": (own_store, ("load a", "store a"), {}),
-    "an evict behind loads": (
-        evict_behind_a_load,
+    "a store after earlier loads": (ahead_then_store, ("store b", "load a"), {"device_pages": 4}),
+    "a load after its store": (own_store, ("load a", "store a"), {}),
+    "an evict after loads": (
+        evict_after_a_load,
         ("evict", "load"),
         {"device_pages": 8, "host_pages": 8, "hurry": "evict"},
     ),
-    "a load behind an evict": (load_behind_an_evict, ("load a", "evict"), {"host_pages": 8}),
-    "memory on its way back": (let_go_while_it_comes, ("compute", "load a"), {}),
-    "a drop behind its store": (let_go_while_it_leaves, ("drop a", "store a"), {}),
+    "a load after an evict": (load_after_an_evict, ("load a", "evict"), {"host_pages": 8}),
+    "memory of a load in progress": (release_while_it_loads, ("compute", "load a"), {}),
+    "a drop after its store": (release_while_it_stores, ("drop a", "store a"), {}),
     "a drop": (drop_is_joined, ("compute", "drop a"), {}),
     "a reset": (reset_joins, ("compute", "store a"), {}),
     "a report": (report_joins, ("compute", "store a"), {}),
