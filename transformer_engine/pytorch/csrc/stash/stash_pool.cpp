@@ -19,10 +19,10 @@ Tensor bytes_of(const at::Device& device, size_t count, bool zeros) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   // A CPU's allocator aligns to 64 bytes, the pool wants 128.
   const int64_t size = int64_t(count) + TE_STASH_ALIGNMENT;
-  const Tensor whole = zeros ? at::zeros({size}, options) : at::empty({size}, options);
-  const auto past = reinterpret_cast<uintptr_t>(whole.data_ptr()) % TE_STASH_ALIGNMENT;
+  const Tensor buffer = zeros ? at::zeros({size}, options) : at::empty({size}, options);
+  const auto past = reinterpret_cast<uintptr_t>(buffer.data_ptr()) % TE_STASH_ALIGNMENT;
   const int64_t start = past == 0 ? 0 : int64_t(TE_STASH_ALIGNMENT - past);
-  return whole.narrow(0, start, int64_t(count));
+  return buffer.narrow(0, start, int64_t(count));
 }
 
 }  // namespace
