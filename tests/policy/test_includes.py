@@ -127,8 +127,7 @@ CSRC_LAYERS = [
 ]
 CSRC_LAYER = {folder: number for number, layer in enumerate(CSRC_LAYERS) for folder in layer}
 # Units (x.h with x.cpp) that include each other. The list may only become shorter.
-KNOTS = [
-]
+KNOTS = []
 
 
 def binding_includes():
