@@ -1,5 +1,5 @@
 """PagedStash, the public class. csrc/stash/stash_pool.h copies, csrc/stash/stash_step.h decides when a group is stored
-and loaded, and schedule.py knows the order of the groups."""
+and loaded, and schedule.py has the order of the groups."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class PagedStash(_C.StashCore):
 
     def reset(self, record: bool = False) -> None:
         """Starts a step: frees all pages, clears flags and gate, and sends the verdict on the last step. Call it before
-        each step; a captured step captures it. record: records the order and sizes of this step anew.
+        each step; a captured step captures it. record: records the order and sizes of this step again.
         Errors: with "raise_at_step_end", RuntimeError for a bad verdict; the step has started nevertheless.
         Warns where the last step ended early or stashed nothing, or where stashing costs memory.
         """

@@ -1,4 +1,4 @@
-"""The order of the forwards and backwards of groups in a step. It tells which backward is next, which groups are stored
+"""The order of the forwards and backwards of groups in a step. It gives the next backward, which groups are stored
 and which are loaded ahead. Plain data, no tensors."""
 
 from __future__ import annotations

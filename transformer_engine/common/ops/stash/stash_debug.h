@@ -40,7 +40,7 @@ TE_HOST_DEVICE void write_canary(const Pool& pool, unsigned char* page) {
   for (int i = 0; i < int(kCanary / 8); ++i) canary_of(pool, page)[i] = kCanaryWord;
 }
 
-// Returns whether a canary of either tier is broken, and writes all of them anew. first_time: writes them only.
+// Returns whether a canary of either tier is broken, and writes all of them again. first_time: writes them only.
 TE_HOST_DEVICE bool restore_canaries(const Pool& pool, bool first_time, int64_t first, int64_t step) {
   bool broken = false;
   for (int64_t i = first; i < pool.device_pages + pool.host_pages; i += step) {

@@ -92,11 +92,11 @@ void register_stash(py::module_& m) {
   m.attr("stash_report_bytes") = sizeof(te_stash_report);
   m.def("stash_report_in", wrapped(report_in));
   m.def("stash_most_pages", wrapped([](const std::vector<Tensor>& data, int64_t page_bytes) {
-          std::vector<te_stash_member> members;
+          std::vector<te_stash_member> parts;
           for (const Tensor& t : data)
-            members.push_back(stash_member_of(1, int64_t(t.nbytes()), 1, TE_STASH_TAIL_KEEP));
+            parts.push_back(stash_member_of(1, int64_t(t.nbytes()), 1, TE_STASH_TAIL_KEEP));
           int64_t pages = 0;
-          check(te_stash_most_pages(members.data(), int32_t(members.size()), size_t(page_bytes), &pages));
+          check(te_stash_most_pages(parts.data(), int32_t(parts.size()), size_t(page_bytes), &pages));
           return pages;
         }));
 }

@@ -1,4 +1,4 @@
-// A stashed group from its store to its reload: its segments and their state. A handle knows its owner as an interface
+// A stashed group from its store to its reload: its segments and their state. A handle has its owner as an interface
 // alone; stash_step.h decides when each method runs.
 #pragma once
 

@@ -17,7 +17,7 @@ namespace {
 Tensor bytes_of(const at::Device& device, size_t count, bool zeros) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  // A CPU's allocator aligns to 64 bytes, the pool wants 128.
+  // A CPU's allocator aligns to 64 bytes, the pool needs 128.
   const int64_t size = int64_t(count) + TE_STASH_ALIGNMENT;
   const Tensor buffer = zeros ? at::zeros({size}, options) : at::empty({size}, options);
   const auto past = reinterpret_cast<uintptr_t>(buffer.data_ptr()) % TE_STASH_ALIGNMENT;
@@ -94,10 +94,10 @@ void StashGroup::set_targets(const StashSegments& segments) {
   set_addresses(targets_, segments);
 }
 
-void StashGroup::set_addresses(std::vector<te_stash_member>& members, const StashSegments& segments) const {
-  for (size_t i = 0; i < members.size(); ++i) {
+void StashGroup::set_addresses(std::vector<te_stash_member>& parts, const StashSegments& segments) const {
+  for (size_t i = 0; i < parts.size(); ++i) {
     const auto [segment, offset] = positions_[i];
-    members[i].data = members[i].most == 0 ? nullptr : segments.at(segment)->data() + offset;
+    parts[i].data = parts[i].most == 0 ? nullptr : segments.at(segment)->data() + offset;
   }
 }
 

@@ -80,7 +80,7 @@ class StashGroup {
   std::vector<std::pair<size_t, int64_t>> positions_;  // of each member: index of its segment, byte offset in it
   std::vector<Tensor> counters_;
   std::vector<int64_t> sizes_;  // of segments
-  void set_addresses(std::vector<te_stash_member>& members, const StashSegments& segments) const;
+  void set_addresses(std::vector<te_stash_member>& parts, const StashSegments& segments) const;
 
   std::vector<te_stash_member> members_, targets_;  // with the addresses of the store, and of the load
   int64_t most_pages_ = 0;

@@ -15,7 +15,7 @@ inline bool equal(const pybind11::object& a, const pybind11::object& b) {
   return found != 0;
 }
 
-// What Python does for steps that are recorded.
+// Python functions and classes for steps that are recorded.
 struct StashPython {
   pybind11::object entry, operation;  // the tuples of schedule.py
   pybind11::object size_of;           // (segments): the sizes of a group

@@ -1,4 +1,4 @@
-// The memory of one group: storages that saved tensors lie in (segments) and the counted rows in them (regions).
+// The memory of one group: storages of saved tensors (segments) and the counted rows in them (regions).
 // Nothing is copied here.
 #pragma once
 

@@ -23,7 +23,7 @@ class StashTensors : public StorageHandler, public std::enable_shared_from_this<
 
   bool takes() const override { return open_; }
   std::shared_ptr<PackedStorage> take(const SaveRequest& request) override;
-  void add_region(StashSegment& segment, const SaveRequest& request);  // unless the tensor lies in a region already
+  void add_region(StashSegment& segment, const SaveRequest& request);  // unless the tensor is in a region already
   void release_one();  // a storage has no reader left; after the last one the handle is released
   StashHandle& handle() const { return *handle_; }
 
