@@ -311,7 +311,7 @@ def run(program: Program, device, group=None, rank=0):
             capture(program, modules, device, group, **options)
         except Tripped:
             assert hooks == [1, -1], f"hooks around a warm-up that failed: {hooks}"
-            assert_same(left_by(modules), before, "behind a capture that failed")
+            assert_same(left_by(modules), before, "after a capture that failed")
         else:
             wire.left = 0
             modules = twin(eager)

@@ -90,7 +90,7 @@ class Program:
         lines = [f"program {self.seed}: order {self.order}, {self.microbatches} microbatches"]
         for i, chunk in enumerate(self.chunks):
             said = [f"{layer.family}({', '.join(k for k, v in vars(layer).items() if v is True)})" for layer in chunk]
-            lines.append(f"  chunk {i + 1}: {' > '.join(said)}; its input wants a gradient: {self.input_grads[i]}")
+            lines.append(f"  chunk {i + 1}: {' > '.join(said)}; its input requires a gradient: {self.input_grads[i]}")
         rest = {k: v for k, v in vars(self).items() if k not in ("seed", "order", "microbatches", "chunks", "steps")}
         lines.append("  " + ", ".join(f"{k}={v}" for k, v in rest.items() if k != "input_grads"))
         return "\n".join(lines + [f"  {step}" for step in self.steps])

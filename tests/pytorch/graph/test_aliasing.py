@@ -204,7 +204,7 @@ def test_arguments_are_as_before_when_a_capture_fails(device, warmups):
     assert_same_bits(total, before)
 
 
-def test_writing_to_an_argument_that_wants_a_gradient(device):
+def test_writing_to_an_argument_that_requires_a_gradient(device):
     def function(x):
         x.mul_(2)
         return x * 3

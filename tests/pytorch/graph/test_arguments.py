@@ -301,7 +301,7 @@ def test_callables_that_cannot_run():
 
 
 @pytest.mark.parametrize("layers", [1.0, True, [1.0], [True], {1}, object()], ids=lambda n: repr(n).split()[0])
-def test_layers_of_a_chunk_that_are_no_numbers(layers):
+def test_wrong_numbers_of_layers_per_chunk(layers):
     with refused(ValueError, OP, "'_num_layers_per_chunk'", "wanted a number from 0 up for each chunk"):
         pipeline_schedule([1, -1], layers, 1, [False])
 
@@ -354,7 +354,7 @@ def test_replay_keywords_that_mean_nothing(device, caching, keywords, words):
 
 
 @pytest.mark.gpu
-def test_an_event_that_is_none():
+def test_events_of_a_wrong_type():
     module = build(linear, "cuda")
     capture(module, "cuda")
     with refused(ValueError, "Linear", "'cuda_graph_event'", "5", "external=True"):

@@ -246,7 +246,7 @@ def test_the_other_mode_raises_in_the_class(device):
     assert forward.record.calls.forward_id == 1
 
 
-def test_the_other_mode_is_told_of_the_first_microbatch(device):
+def test_the_other_mode_gets_is_first_microbatch(device):
     """Through a __call__ with that argument, or one that passes keywords to a forward with it."""
 
     class PassingKeywords(te.Linear):
@@ -299,7 +299,7 @@ def fused_part(device, delay):
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
-def test_main_grads_of_what_is_left_to_eager(device, delay):
+def test_main_grads_of_eager_parts(device, delay):
     """If the first microbatch replaces main_grads, a replay zeroes those that its own graph adds to; eager has already
     filled the others, whose accumulators are not delayed."""
     module, eager = fused_part(device, delay), fused_part(device, delay)

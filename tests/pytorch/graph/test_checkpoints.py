@@ -188,7 +188,7 @@ def test_an_exception_in_a_recomputation(device, monkeypatch):
     assert_same_states(states(module), before)
 
 
-def test_the_owner_of_a_graph_who_took_the_first_modules_part(device):
+def test_an_owner_of_a_graph_that_updates_scales(device):
     """The owner of the graph updates the scales of the backward, also those of a checkpoint, at any time; the scales of
     the forward are updated when the region ends."""
     module = build(linear, device, BF16)

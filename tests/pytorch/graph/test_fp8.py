@@ -118,7 +118,7 @@ def test_weights_are_quantized_once_for_several_microbatches(device, name, fuse)
         assert_same_states(states(module), states(eager), f"step {seed}")
 
 
-def test_kept_weights_are_what_is_read(device):
+def test_cached_weights_are_read(device):
     """Between two optimizer steps a change of the weights has no effect."""
     module, _ = twins(linear, device)
     capture(module, device, "current", cache_quantized_params=True)

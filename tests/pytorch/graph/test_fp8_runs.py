@@ -163,7 +163,7 @@ class Own(torch.nn.Module):
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["high precision", "delayed"])
-def test_an_autocast_inside_of_what_is_captured(device, enabled):
+def test_an_autocast_inside_of_the_callable(device, enabled):
     """The scales of both directions are updated once a step; those of a module that ran without gradients never."""
     module = Own(device)
     module.third.requires_grad_(False)

@@ -153,7 +153,7 @@ def test_quantized_parameters(device):
 @pytest.mark.parametrize("name", ["current", "block"])
 @pytest.mark.parametrize("family", [linear, split_linear], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("written", [False, True], ids=["same", "written"])
-def test_weights_that_are_quantized_anew_between_a_call_and_its_backward(device, family, name, written):
+def test_weights_that_are_quantized_again_between_a_call_and_its_backward(device, family, name, written):
     """All microbatches share the quantized weights. The backward of eager reads those of its call, so its bits
     differ."""
     module, eager = twins(family, device)

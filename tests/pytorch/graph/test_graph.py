@@ -221,7 +221,7 @@ def test_unused_inputs(device):
     assert x.grad.eq(2).all() and y.grad is None
 
 
-def test_a_result_that_nobody_used(device):
+def test_an_unused_result(device):
     graphed = te.make_graphed_callables(lambda x: (x * 2, x * 3), (tokens(device, grad=True),))
     for which, factor in ((0, 2), (1, 3), (0, 2)):
         x = tokens(device, grad=True)

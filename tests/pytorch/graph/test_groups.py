@@ -13,7 +13,7 @@ def assert_captured_is_eager(left, what):
         assert captured == eager, f"{what}, step {seed}"
 
 
-def test_a_call_takes_the_group_of_what_is_around_it():
+def test_a_call_uses_the_group_of_the_autocast_around_it():
     """Outside of any autocast, where eager does not quantize, the group of the capture."""
     both = on_ranks(workers.groups_of_autocast)
     for rank, found in enumerate(both):

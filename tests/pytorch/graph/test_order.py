@@ -46,11 +46,11 @@ def test_delayed_weight_gradients(device, family, fuse, reuse):
 
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "reuse"])
-@pytest.mark.parametrize("late", ["behind each backward", "at the end", "at the end, in reverse"])
+@pytest.mark.parametrize("late", ["after each backward", "at the end", "at the end, in reverse"])
 def test_delayed_gradients_without_entries_may_come_at_any_time(device, late, reuse):
     module = build(mlp, device, delay_wgrad_compute=True)
     graphed, captured, eager = pipelines([module], [1, 1, -1, -1], 1, device, _reuse_graph_input_output_buffers=reuse)
-    if late == "behind each backward":
+    if late == "after each backward":
         captured.order = eager.order = [1, 1, -1, -1.5, -1, -1.5]
         check(captured, eager, device)
         return

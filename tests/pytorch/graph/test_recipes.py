@@ -83,7 +83,7 @@ def test_histories_of_a_length_of_their_own(device):
     assert_same_steps(device, module, eager, BEFORE)
 
 
-def test_a_checkpoint_of_another_recipe_behind_a_capture(device):
+def test_a_checkpoint_of_another_recipe_after_a_capture(device):
     """Its state is converted to the captured recipe, in the memory that the graph reads."""
     other, _ = used_twins(linear, device, SWITCHES["all"])
     module, eager = used_twins(linear, device, BEFORE)
@@ -196,7 +196,7 @@ def test_high_precision_that_was_captured_ignores_the_autocast(device):
         module.zero_grad(), eager.zero_grad()
 
 
-def test_what_was_captured_is_what_runs_where_none_is_around(device):
+def test_the_captured_recipe_runs_without_an_autocast(device):
     """No autocast, or one with enabled=False, does not switch the graph."""
     module = build(linear, device, torch.bfloat16)
     eager = copy.deepcopy(module)
@@ -209,7 +209,7 @@ def test_what_was_captured_is_what_runs_where_none_is_around(device):
         assert_same_step(step(module, x, 1), want)
 
 
-def test_a_recipe_inside_of_what_is_captured(device):
+def test_a_recipe_inside_of_the_callable(device):
     """The callable contains an autocast: the one around a replay has no effect."""
 
     class Own(torch.nn.Module):

@@ -228,7 +228,7 @@ def test_another_mode_leaves_weight_gradients_to_the_module(device):
         assert_same_step(left_by(module), left_by(eager))
 
 
-def test_another_mode_is_told_of_the_first_microbatch(device):
+def test_another_mode_gets_is_first_microbatch(device):
     module, eager = twins(linear, device, fuse_wgrad_accumulation=True)
     for m in (module, eager):
         m.weight.main_grad = torch.ones_like(m.weight)

@@ -154,7 +154,7 @@ def test_delayed_weight_gradients_with_entries(device):
     graphed, *_ = captured(device, order, delay=True)
     losses = [g(tokens(device, grad=True)).sum() for g in graphed]
     losses[0].backward()
-    losses[1].backward()  # before the first one's weight gradients
+    losses[1].backward()  # before the weight gradients of the first one
     with refused(RuntimeError, *WORDS, "backward_dw() of a call"):
         graphed[0].backward_dw()
 

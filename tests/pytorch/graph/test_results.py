@@ -83,7 +83,7 @@ def test_results_are_valid_until_the_next_call(device, name, layers, reuse):
     assert over
 
 
-def test_what_kept_a_result_says_that_it_is_gone(device):
+def test_a_saved_result_that_was_overwritten_raises(device):
     """An eager operation that saved it raises in a backward after the next call, as after an in-place write."""
     modules = (torch.nn.Linear(4, 4, device=device), torch.nn.Linear(4, 6, device=device))
     samples = tuple((torch.randn(3, 4, device=device).requires_grad_(),) for _ in modules)

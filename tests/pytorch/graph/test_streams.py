@@ -197,7 +197,7 @@ def test_replay_on_a_stream_equals_eager():
 
 
 @pytest.mark.gpu
-def test_the_tail_behind_an_event_overlaps():
+def test_the_work_after_an_event_overlaps():
     """A captured copy to pinned memory after the event: the current stream continues before it ends, and its values are
     right."""
     size = 64 * 2**20

@@ -31,7 +31,7 @@ def test_samples_that_share_memory_are_refused_at_once(device, where, shape, str
         )
 
 
-def test_overlapping_is_what_a_table_of_all_elements_says():
+def test_internal_overlap_against_a_table_of_all_elements():
     generator = random.Random(1)
     memory, found = torch.arange(700.0), {True: 0, False: 0}
     for _ in range(3000):

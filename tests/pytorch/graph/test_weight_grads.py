@@ -239,7 +239,7 @@ def test_marked_parameters_get_their_gradients_without_a_copy(device, family, de
     assert {name for name, found in addresses.items() if len(found) == 1} >= marked
 
 
-def test_a_gradient_without_a_copy_is_nobody_elses(device):
+def test_a_gradient_without_a_copy_is_not_shared(device):
     """Two parameters with one gradient, which is also the incoming one (in a graph: the same memory): an addition to
     one does not change the others."""
 

@@ -31,7 +31,7 @@ FLAGS = [
 
 @pytest.mark.parametrize("value", [3, "no", 1.0, torch.tensor(1)], ids=str)
 @pytest.mark.parametrize("name", FLAGS)
-def test_what_is_no_truth_value(name, value):
+def test_wrong_bools(name, value):
     with refused(TypeError, "get_cpu_offload_context", repr(name), repr(value), "True or False"):
         te.get_cpu_offload_context(**{"enabled": True, "num_layers": 1, "model_layers": 2, name: value})
 
@@ -45,7 +45,7 @@ def test_zeros_and_ones_of_a_command_line(device):
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("value", [True, 1.0, "x", -1], ids=str)
 @pytest.mark.parametrize("name", ["num_layers", "model_layers"])
-def test_what_is_no_number_of_layers(name, value, manual):
+def test_wrong_numbers_of_layers(name, value, manual):
     if (name, value, manual) == ("num_layers", -1, True):
         return  # no warning there
     options = {"num_layers": 1, "model_layers": 2, "manual_synchronization": manual, name: value}
@@ -55,7 +55,7 @@ def test_what_is_no_number_of_layers(name, value, manual):
 
 
 @pytest.mark.parametrize("stream", [5, "x", torch.device("cpu")], ids=str)
-def test_what_is_no_stream(stream):
+def test_wrong_streams(stream):
     made = [
         lambda: te.get_cpu_offload_context(True, 1, 2, offload_stream=stream),
         lambda: OffloadableLayerState(stream),
@@ -205,7 +205,7 @@ def test_a_copied_model_shares_its_context(device):
     assert twin.offload[2].get_offloaded_total_size_mb() > 0
 
 
-def test_more_layers_than_were_told(device):
+def test_more_layers_than_model_layers(device):
     """A model longer than model_layers: a step of offload ends after model_layers, and another one begins."""
     layers, x = [te.LayerNormMLP(16, 32, device=device) for _ in range(5)], randn(8, 16, device=device)
     expected = step(layers, [x])

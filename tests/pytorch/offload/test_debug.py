@@ -50,7 +50,7 @@ def test_it_is_set_before_the_first_step(device):
 
 
 @pytest.mark.gpu
-def test_a_replay_of_memory_that_was_said_to_be_free():
+def test_a_replay_after_its_memory_was_released():
     """Its gradients are NaN, which shows that it reads released memory."""
     x = randn(16, 16, device="cuda")
     layers = [torch.nn.Sequential(torch.nn.Linear(16, 16, device="cuda"), torch.nn.Tanh()) for _ in range(2)]

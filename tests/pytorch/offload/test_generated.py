@@ -32,7 +32,7 @@ def test_a_program(generated_seed, device):
             ours.execute()
         except Refused:
             refused = ours.failed = True
-        assert refuses or not refused, "a tensor that nobody needs was refused"
+        assert refuses or not refused, "a write to an unused tensor was refused"
         ours.close()
     assert refused or len(ours.records) == len(expected.records)
     for (what, got), (wanted_what, wanted) in zip(ours.records, expected.records, strict=False):

@@ -278,7 +278,7 @@ class Behind(torch.nn.Module):
 
 
 @pytest.mark.gpu
-def test_copies_behind_an_event():
+def test_copies_after_an_event():
     """Graphs on a separate stream; the main stream continues at the event of each layer."""
     layers, x = build("cuda"), randn(4096, HIDDEN, device="cuda")
     expected = step(layers, [x])

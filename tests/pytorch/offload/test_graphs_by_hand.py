@@ -77,7 +77,7 @@ def test_by_hand_between_captured_layers(device):
         for module, weight in zip(modules, between, strict=True):
             event = {"cuda_graph_event": module.event} if on else {}
             y = torch.tanh(module(y, **on, **event).mm(weight))
-        junk = torch.full((16 << 20,), torch.nan, device=device)  # lies in released eager memory
+        junk = torch.full((16 << 20,), torch.nan, device=device)  # in released eager memory
         del junk
         y.backward(torch.cos(y.detach()))
         if side is not None:
@@ -131,7 +131,7 @@ def test_a_copy_by_hand_overlaps_eager_work():
 
 @pytest.mark.gpu
 def test_layers_by_hand_take_less_memory():
-    """The saved tensors of six captured layers lie on the host until their backward. There are many tokens, so that the
+    """The saved tensors of six captured layers stay on the host until their backward. There are many tokens, so that the
     gradients, which stay, need less than was freed: 16 MiB a layer in the backward, where 72 MiB are saved."""
     count, tokens, hidden, ffn = 6, 8192, 512, 4096
     kept = tokens * (hidden + ffn) * 2  # the outputs of the norm and of fc1; the input is a static tensor, and stays
@@ -153,11 +153,11 @@ def test_layers_by_hand_take_less_memory():
         torch.cuda.empty_cache()
         figures = {
             "left": int(offload[2].get_offloaded_total_size_mb() * 2**20) if leave else 0,
-            "behind the forwards": stack[-1].alive - stack[0].alive,
+            "after the forwards": stack[-1].alive - stack[0].alive,
             "at most": torch.cuda.max_memory_allocated() - start["alive"],
             "pool": torch.cuda.memory_reserved() - start["pool"],
         }
-        print(figures, "behind each forward:", [(module.alive - start["alive"]) >> 20 for module in stack], "MiB")
+        print(figures, "after each forward:", [(module.alive - start["alive"]) >> 20 for module in stack], "MiB")
         for module in stack:
             module.reset()
         return figures
@@ -166,6 +166,6 @@ def test_layers_by_hand_take_less_memory():
     gain = {name: without[name] - by_hand[name] for name in without}
     shown = f"kept by a layer {kept}, without {without}, by hand {by_hand}"
     assert by_hand["left"] >= count * kept, shown
-    assert gain["behind the forwards"] >= 0.98 * (count - 1) * kept, shown
+    assert gain["after the forwards"] >= 0.98 * (count - 1) * kept, shown
     # The last forward briefly keeps its layer too, and so does each backward, beside gradients of earlier layers.
     assert gain["at most"] >= 3 * kept and gain["pool"] >= 3 * kept, shown

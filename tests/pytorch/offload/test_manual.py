@@ -246,7 +246,7 @@ def test_the_oldest_step_goes_first(frozen, device):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_a_layer_that_only_another_result_wants(retain, device):
+def test_a_layer_that_only_another_result_needs(retain, device):
     """No backward runs through the argument of sync, so the step ends; a loss on another result still reads the
     layer."""
     layers, x = stack(device), randn(8, 16, device=device)

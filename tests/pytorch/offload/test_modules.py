@@ -74,7 +74,7 @@ def test_same_bits(name, dtype, k, device):
 
 
 @pytest.mark.parametrize("how", ["te", "torch"])
-def test_a_block_gone_back_through_twice(how, device):
+def test_two_backwards_through_a_block(how, device):
     """Modules of this library refuse a derivative of the backward, not a second backward."""
     layers, given = build("LayerNormMLP" if how == "te" else how, device), inputs(device)
     expected = step(layers, given, twice=True)

@@ -89,7 +89,7 @@ def test_any_dtype_leaves(dtype, small, device):  # noqa: F811
     assert torch.equal(back, value) and back.dtype == dtype
 
 
-def test_who_stays(small, device):  # noqa: F811
+def test_tensors_that_stay(small, device):  # noqa: F811
     weight = torch.nn.Parameter(torch.ones(16, 16, device=device))
     marked, tiny = torch.ones(32, 32, device=device), torch.ones(63, device=device)
     mark_not_offload(marked.view(-1)[5:], None)
@@ -252,7 +252,7 @@ def test_nested_and_quantized_tensors_stay(small, device):  # noqa: F811
 
 
 @pytest.mark.parametrize("case", ["whole", "base", "part", "written", "gone"])
-def test_a_mark_is_of_what_was_complete(case, small, device):  # noqa: F811
+def test_a_mark_covers_complete_memory(case, small, device):  # noqa: F811
     t = randn(100, device=device)
     state = OffloadableLayerState()
     state.mark_ready([t[:50] if case in ("part", "base") else t], whole_storage=case == "base")

@@ -248,7 +248,7 @@ class Scales(torch.autograd.Function):
 
 @pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rows", "columns"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layer_that_nobody_brings_back(name, usages, device):
+def test_a_layer_without_a_call_to_reload_it(name, usages, device):
     """The backward reloads the layer for any offloaded part of the tensor: the first part may be missing or small."""
     quantizer = quantizers(device)[name]
     quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])

@@ -182,7 +182,7 @@ def test_an_exception_in_a_layer(device):
     assert context.offload_synchronizer.pinned_usage()["slots"] == 0
 
 
-def test_exhausted_pinned_memory_is_told_and_the_step_goes_on(device):
+def test_exhausted_pinned_memory_warns_and_the_step_continues(device):
     layers, x = stack(4, device), randn(20000, 16, device=device)
     expected = step(layers, [x])
     context, sync = with_limit(4, 2, pinned_limit=8 << 20)

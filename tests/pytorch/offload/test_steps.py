@@ -77,7 +77,7 @@ def failing(stack, layers):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-@pytest.mark.parametrize("where", ["in a layer", "before its end", "behind it"])
+@pytest.mark.parametrize("where", ["in a layer", "before its end", "after it"])
 def test_an_exception_anywhere(where, layers, stack):
     try:
         if where == "in a layer":

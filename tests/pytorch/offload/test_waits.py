@@ -16,7 +16,7 @@ ELEMENTS = 4 << 20
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("left_out", [0, PRODUCED])
-def test_the_copy_out_waits_for_what_is_computed(left_out, small):  # noqa: F811
+def test_the_copy_out_waits_for_the_computation(left_out, small):  # noqa: F811
     state = OffloadableLayerState(engines=Engines(left_out=left_out))
     t = torch.zeros(ELEMENTS, device="cuda")
     torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def test_what_is_computed_waits_for_the_copy_back(left_out, small):  # noqa: F81
 
 
 @pytest.mark.gpu
-def test_copies_run_beside_what_is_computed(small):  # noqa: F811
+def test_copies_run_beside_the_computation(small):  # noqa: F811
     """They run on separate streams: the compute stream ends first, and neither waits for the other."""
     engines = Engines()
     state = OffloadableLayerState(engines=engines)

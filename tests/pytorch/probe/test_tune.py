@@ -191,7 +191,7 @@ def test_a_tuned_product_runs_what_was_chosen(layer):
         scratch.run(choice)
     times = {choice: min(scratch.sample(choice, 3) for _ in range(3)) for choice in choices}
     slowest = max(choices, key=times.get)
-    assert times[slowest] > 1.3 * times[choices[0]], "no candidate is slow enough to be told apart"
+    assert times[slowest] > 1.3 * times[choices[0]], "no candidate is slow enough to differ"
 
     def product_us():
         with torch.no_grad():

@@ -49,7 +49,7 @@ def test_rows_end_with_the_memory(device):
     counter = one(device)
     for _ in range(4):
         t = torch.zeros(1000, device=device)
-        assert saved_hooks.live_rows(t) is None  # which may lie at the address of the last one
+        assert saved_hooks.live_rows(t) is None  # perhaps at the address of the last one
         saved_hooks.mark_pageable(t, counter)
         del t
 

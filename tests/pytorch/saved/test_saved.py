@@ -53,7 +53,7 @@ def top():
 
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("n", [0, 50, 1000])
-def test_a_client_takes_what_it_wants(n, leaves, device):
+def test_a_handler_takes_its_tensors(n, leaves, device):
     module, x, toy = Mixed(device), given(device), Toy(n)
     expected = plain(module, x)
     with saved_hooks.Hooks(toy):
@@ -122,9 +122,9 @@ def test_contexts_within_contexts(device):
     assert noted.unpacked == len(noted.packed)
 
 
-def test_what_lies_in_an_outer_context_is_fetched_before_any_of_it_is_read(device):
+def test_tensors_in_an_outer_context_are_fetched_before_any_is_read(device):
     """All parts of a quantized tensor come back at once, whichever context around took them. Mutant: a context around
-    that is asked as hooks that are not ours (partial(Foreign, ...) alone in _outward_of, saved/context.py)."""
+    that is asked as hooks that are not ours (partial(ForeignHook, ...) alone in _outward_of, saved/saved_tensor_hooks.py)."""
     steps = []
 
     class Away(Copied):
@@ -294,7 +294,7 @@ def test_a_second_derivative_inside_of_a_context(device):
     assert toy.restored
 
 
-def test_the_memory_plan_hears_of_every_client(device):
+def test_the_memory_plan_lists_every_handler(device):
     class Both(torch.nn.Module):
         def __init__(self):
             super().__init__()
