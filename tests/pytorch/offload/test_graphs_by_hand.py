@@ -131,8 +131,8 @@ def test_a_copy_by_hand_overlaps_eager_work():
 
 @pytest.mark.gpu
 def test_layers_by_hand_take_less_memory():
-    """The saved tensors of six captured layers stay on the host until their backward. There are many tokens, so that the
-    gradients, which stay, need less than was freed: 16 MiB a layer in the backward, where 72 MiB are saved."""
+    """The saved tensors of six captured layers stay on the host until their backward. There are many tokens, so that
+    the gradients, which stay, need less than was freed: 16 MiB a layer in the backward, where 72 MiB are saved."""
     count, tokens, hidden, ffn = 6, 8192, 512, 4096
     kept = tokens * (hidden + ffn) * 2  # the outputs of the norm and of fc1; the input is a static tensor, and stays
 

@@ -124,7 +124,8 @@ def test_contexts_within_contexts(device):
 
 def test_tensors_in_an_outer_context_are_fetched_before_any_is_read(device):
     """All parts of a quantized tensor come back at once, whichever context around took them. Mutant: a context around
-    that is asked as hooks that are not ours (partial(ForeignHook, ...) alone in _outward_of, saved/saved_tensor_hooks.py)."""
+    that is asked as hooks that are not ours (partial(ForeignHook, ...) alone in _outward_of,
+    saved/saved_tensor_hooks.py)."""
     steps = []
 
     class Away(Copied):
