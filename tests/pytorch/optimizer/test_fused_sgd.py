@@ -208,6 +208,6 @@ def test_a_gate_that_it_does_not_read_is_refused(device, name):
     give_grads(params)
     optimizer, before = FusedSGD(params, lr=0.1), weight.detach().clone()
     setattr(optimizer, name, torch.ones((), device=device))
-    with refused(ValueError, "FusedSGD", f"'{name}' is set", "leave a step out"):
+    with refused(ValueError, "FusedSGD", f"'{name}' is set", "skip a step"):
         optimizer.step()
     assert_same_bits(weight, before)
