@@ -1,7 +1,7 @@
 // Saved-tensor hooks of this library. Inside of its context a StorageHandler gets a request for each saved tensor and
 // decides which storages it takes; the backward gets the tensor back as the same view. Python derives the two classes
 // with virtual functions. Tensors of several parts and hooks of other libraries are handled in Python
-// (saved/standing.py). Requires the GIL.
+// (saved/saved_tensor_hooks.py). Requires the GIL.
 #pragma once
 
 #include <c10/core/impl/PyInterpreter.h>
