@@ -1,7 +1,7 @@
-# The CPU paths' loops are vectorised. Neither errno nor floating-point traps are observed, which changes no value.
+# The CPU paths' loops are vectorised. errno and floating-point traps are not observed, which changes no value.
 set(TE_CPU_FLAGS -fno-math-errno -fno-trapping-math)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND TE_CPU_FLAGS -march=x86-64-v3)  # AVX2, FMA, F16C; import says so where they are missing
+  list(APPEND TE_CPU_FLAGS -march=x86-64-v3)  # AVX2, FMA, F16C; the import raises where they are missing
 endif()
 
 # A compiler that is newer than those the project is checked with may warn of more, which is no reason not to build.

@@ -7,7 +7,7 @@ set(TE_CUDA_ENABLED OFF)
 if(NOT TE_WITH_CUDA STREQUAL "OFF")
   set(CMAKE_CUDA_ARCHITECTURES 90a)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-  set(CMAKE_CUDA_STANDARD 17)  # the newest that CMake 3.25 knows for nvcc; headers shared with .cu files keep to it
+  set(CMAKE_CUDA_STANDARD 17)  # the newest of CMake 3.25 for nvcc; headers shared with .cu files keep to it
   if(CMAKE_CUDA_COMPILER)
     set(te_nvcc ${CMAKE_CUDA_COMPILER})
   elseif(NOT "$ENV{CUDACXX}" STREQUAL "")
@@ -27,7 +27,7 @@ if(NOT TE_WITH_CUDA STREQUAL "OFF")
         "build for the CPU alone, CMAKE_ARGS=-DTE_WITH_CUDA=OFF")
     endif()
     set(CMAKE_CUDA_COMPILER ${te_nvcc})
-    enable_language(CUDA)  # says itself what is wrong with a compiler that does not work
+    enable_language(CUDA)  # its own error names a compiler that does not work
     set(TE_CUDA_ENABLED ON)
   elseif(TE_WITH_CUDA STREQUAL "ON")
     message(FATAL_ERROR "TE_WITH_CUDA=ON, and there is no nvcc on PATH or in /usr/local/cuda/bin: name one by CUDACXX")

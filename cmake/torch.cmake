@@ -3,7 +3,7 @@
 # te_torch_definitions.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 
-# The minor versions that are served; pyproject.toml says the same (tests/policy/test_torch_private.py).
+# The minor versions that are served; pyproject.toml has the same (tests/policy/test_torch_private.py).
 set(te_torch_first 2.9)
 set(te_torch_end 2.16)
 if(TE_TORCH)  # of the build backend: what find_torch.py prints in the environment that the package goes to

@@ -1,5 +1,5 @@
-"""The build backend, by the hooks of PEP 517 and PEP 660: scikit-build-core's, told which PyTorch to compile against,
-after what a build needs was found to be there."""
+"""The build backend, by the hooks of PEP 517 and PEP 660: those of scikit-build-core, with the PyTorch to
+compile against, after the requirements of a build were checked."""
 
 from collections.abc import Callable
 from typing import Any

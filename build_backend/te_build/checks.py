@@ -1,5 +1,5 @@
-"""What the build needs beside PyTorch: a C++ compiler, room on the disk, and a build folder that is whole. Each that is
-missing ends the build in one sentence, before anything is compiled."""
+"""Requirements of the build beside PyTorch: a C++ compiler, room on the disk, and a build folder that is whole. Each
+that is missing ends the build in one sentence, before anything is compiled."""
 
 import os
 import pathlib
@@ -64,7 +64,7 @@ def full() -> None:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether an object or a library is as long as its ELF header says: the table of its sections comes last."""
+    """Whether an object or a library has the length of its ELF header: the table of its sections comes last."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(64)
@@ -76,8 +76,8 @@ def _is_whole(path: pathlib.Path) -> bool:
 
 
 def _halves(folder: pathlib.Path):
-    """What a full disk or a copy has left half written, which CMake and Ninja take for whole. What an interrupted build
-    leaves is none of that: it is not in Ninja's log, so that it is made again."""
+    """Files that a full disk or a copy left half written, which CMake and Ninja take for whole. Files of an interrupted
+    build are not among them: they are not in Ninja's log, so they are built again."""
     for name, last in (("CMakeCache.txt", "CMAKE_HOME_DIRECTORY:INTERNAL="), ("build.ninja", "\ndefault all\n")):
         path = folder / name
         if path.exists() and last not in path.read_text(errors="replace"):

@@ -71,8 +71,8 @@ def _of_virtual_env(named: str | None, relative_to: str) -> str:
 
 
 def _of_uv() -> str:
-    """uv gives a build a VIRTUAL_ENV of its own, so uv's is asked for; where uv was told otherwise which environment
-    it is, the build cannot know it."""
+    """uv gives a build a VIRTUAL_ENV of its own, so uv's is read; where uv has an option for another environment,
+    the build cannot find it."""
     process = pathlib.Path("/proc", str(os.getppid()))
     arguments = os.fsdecode((process / "cmdline").read_bytes()).split("\0")
     variables = os.fsdecode((process / "environ").read_bytes()).split("\0")
@@ -106,7 +106,7 @@ def _has_torch(python: str, environment: dict[str, str]) -> bool:
 
 
 def _found(python: str, environment: dict[str, str]) -> Torch:
-    """As cmake/find_torch.py finds it, which says what it cannot be built with."""
+    """As cmake/find_torch.py finds it, whose error names a torch that cannot be built with."""
     limits = {limit.operator: limit.version for limit in served().specifier}
     command = [python, _FINDER, limits[">="], limits["<"]]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

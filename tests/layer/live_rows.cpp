@@ -1,4 +1,4 @@
-// A node for tests that keeps its input and says how many of its rows are alive.
+// A node for tests that saves its input and announces how many of its rows are alive.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 

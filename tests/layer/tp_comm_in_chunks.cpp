@@ -83,7 +83,7 @@ class TPComm final : public layer::TPComm {
   std::unique_ptr<layer::CommOp> begin(const DispatchMode& dispatch, layer::Pass, const Operand& mine,
                                        const Tensor& like, const Quantizer*, QuantizeUsage, const OptionalTensor&,
                                        ScopedBuffers*) const override {
-    const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the product, in its words
+    const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the GEMM, with its error
     return dispatch.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
   Operand whole(const DispatchMode&, layer::Pass, const Operand& mine, const Quantizer*, const layer::CommOp*,

@@ -48,7 +48,7 @@ REPLACED = [
     ("lane lanes point visit front members pieces park", STASH, "stream, event, scope, api, tensors, segments, ..."),
     ("Take Give Room Held", (ENGINE + "ops/stash/",), "PageAlloc, PageFree, FreeSpace, StoredEntry"),
     ("faces Faces route Route made onward Onward directions Directions", (CSRC,), "op_registration, DispatchMode, ..."),
-    ("row_units joining", ("",), "flat_params"),
+    ("joining", ("",), "flat_params"),  # row_units() is public
     ("porch walls rooms floors card", ("",), "fused-store header, required files, op folders, layers, how-to"),
     ("depth cols slab line block sums Ring Notes Extent Job Plan hold", (ENGINE + "ops/gemm/",), "K, N, MmaAtom, ..."),
     ("again whole both how behind here there", PRODUCT, "recompute_operand, total_rows, keep_high_precision, ..."),

@@ -1,8 +1,8 @@
 # Fixtures of the PyTorch suites. `device` runs a test on the CPU and, where there is one, on the first GPU;
-# TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) says exactly which instead, and one that is missing is an error, not a skip.
+# TE_TEST_DEVICE (cpu, cuda, or cpu,cuda) selects devices instead, and a missing one is an error, not a skip.
 # `generated_seed` is the number of a random program: --generated=N of them, GENERATED of the module without it.
-# Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that nobody has written yet.
-# Folders are the rooms of the source, helpers/ what several share: README.md says where a test is, and what it
+# Every test starts from the same seed, with no compiled code, and sees NaN in each tensor that is not written yet.
+# Folders are those of the source, helpers/ has files that several share: README.md lists where a test is, and what it
 # imports.
 import os
 import sys
@@ -29,7 +29,7 @@ def _devices():
 
 
 def pytest_configure(config):
-    # What warn_only (below) has to say about torch's own ops is no news.
+    # The warnings of warn_only (below) about torch's own ops are expected.
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:.*Deterministic behavior was enabled.*:UserWarning")
     if config.getoption("--layer-policy", None):
@@ -43,7 +43,7 @@ def pytest_addoption(parser):
         "--generated",
         type=int,
         metavar="N",
-        help="programs of each generated suite; by default a few, as many as it says",
+        help="programs of each generated suite; by default its own small number",
     )
     parser.addoption(
         "--layer-policy",
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if " at 0x" in item.nodeid:  # several processes would not agree on what there is to run
+        if " at 0x" in item.nodeid:  # several processes would collect different tests
             raise pytest.UsageError(f"{item.nodeid}: an id with an address; name the parameters (ids=)")
     if torch.cuda.is_available():
         return
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def poisoned_and_seeded():
-    """at::empty fills with NaN (integers: the largest value), C++'s calls included: an element that an op forgot to
+    """at::empty fills with NaN (integers: the largest value), C++'s calls included: an element that an op did not
     write shows. torch ties that switch to its deterministic algorithms, which are put back after the test."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -95,7 +95,7 @@ def poisoned_and_seeded():
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """One test's graphs would count as recompilations of the next one's."""
+    """Graphs of one test would count as recompilations in the next test."""
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
