@@ -62,7 +62,7 @@ def test_what_is_left_on_the_cpu(without, away):
 def test_what_the_fused_one_of_the_cpu_does_not_take(without):
     without(PLAIN)
     dropping = te.DotProductAttention(HEADS, HEAD, GROUPS, attention_dropout=0.5)
-    with refused(RuntimeError, "no backend is left", "NVTE_UNFUSED_ATTN=0 takes the plain one away", "dropout"):
+    with refused(RuntimeError, "no backend is left", "NVTE_UNFUSED_ATTN=0 disables the plain one", "dropout"):
         dropping(*heads("cpu"))
     assert backend(dropping.eval(), heads("cpu"))[0] == "torch's fused CPU attention"
     bias = randn(1, HEADS, 6, 6, requires_grad=True)
