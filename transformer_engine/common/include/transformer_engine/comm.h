@@ -98,11 +98,7 @@ typedef enum te_comm_step_kind {
   TE_COMM_STEP_PUSH = 0,
   TE_COMM_STEP_WAIT = 1,
   TE_COMM_STEP_GEMM = 2,
-  TE_COMM_STEP_SUM = 3,
-  /* In traces alone: */
-  TE_COMM_STEP_WGRAD = 4,  /* the product over all gathered rows */
-  TE_COMM_STEP_JOIN = 5,   /* the lane that computes goes on behind the call's pushes */
-  TE_COMM_STEP_RELEASE = 6 /* the slot is the peers' again */
+  TE_COMM_STEP_SUM = 3
 } te_comm_step_kind;
 
 /* Rows [first, last) of all rows: those that a push sends or a wait receives. peer: -1 for gemm and sum. */
@@ -127,73 +123,6 @@ TE_API te_status te_comm_plan(const te_comm_problem* problem, te_comm_step* step
 /* The plan as text, a line of summary and one for each step: the first capacity - 1 bytes and a 0; *length: the number
  * of all bytes, without the 0. */
 TE_API te_status te_comm_plan_print(const te_comm_problem* problem, char* text, size_t capacity, size_t* length);
-
-typedef enum te_comm_wait {
-  TE_COMM_WAIT_PRODUCED = 1, /* a push, for what computed its source */
-  TE_COMM_WAIT_COMPUTED = 2, /* a push of partials, for their product */
-  TE_COMM_WAIT_ARRIVED = 4,  /* products and sums, for what a peer pushes */
-  TE_COMM_WAIT_FREE = 8,     /* a push, for the slot's last turn to be over */
-  TE_COMM_WAIT_PUSHED = 16,  /* the end of a call, for its pushes */
-  TE_COMM_LEASES = 32        /* no wait: all calls of a rank use one slot, and take no turns */
-} te_comm_wait;
-
-typedef struct te_comm_world te_comm_world;
-
-typedef struct te_comm_world_options {
-  int32_t ranks;     /* 1 to TE_COMM_MOST_RANKS */
-  int32_t slots;     /* of a channel that peers push to: 1 or 2 */
-  uint64_t seed;     /* of the order */
-  int32_t loop;      /* 1: products by te_gemm_by_loop, whose bits do not depend on the runs */
-  int32_t debug;     /* 1: a slot that is given back is filled with NaN */
-  int32_t trace;     /* 1: every step is noted */
-  uint32_t left_out; /* te_comm_wait bits. For tests: it makes races */
-} te_comm_world_options;
-
-/* One call of every rank; arrays have a tensor for each, all of one dtype that te_gemm takes.
- *   GATHER_PRODUCT   source [rows / t, depth]; out [rows, cols] = the gathered [rows, depth] x weight + bias, which is
- *     [1, cols]. Without a weight nothing is multiplied, and out is not looked at. With other [rows, n] the gathered
- *     rows enter a second product: wgrad [n, depth] = other^T x gathered; with gathered_first wgrad [depth, n] =
- *     gathered^T x other.
- *   PRODUCT_SCATTER  source [rows, depth]; out [rows / t, cols] = the own rows of the ordered sum of source x weight,
- *     with bias.
- * weight: [cols, depth], or [depth, cols] with weight_by_depth. Tensors stay as they are until run() has returned, but
- * for what queued calls write: calls of a rank compute in the order in which they were queued. */
-typedef struct te_comm_call {
-  te_comm_op op;
-  te_comm_schedule schedule;
-  te_comm_costs costs;
-  const te_tensor* source;
-  const te_tensor* weight;
-  const te_tensor* bias; /* NULL: none */
-  const te_tensor* out;
-  const te_tensor* other; /* NULL: no second product */
-  const te_tensor* wgrad;
-  int32_t weight_by_depth;
-  int32_t gathered_first;
-  int32_t source_ready; /* 1: no queued call writes it, so its push need not wait for what was computed before */
-} te_comm_call;
-
-/* One step that was walked. call: counted from 0 on. */
-typedef struct te_comm_event {
-  int32_t rank;
-  int32_t call;
-  te_comm_step_kind kind;
-  int32_t peer;
-  int64_t first;
-  int64_t last;
-} te_comm_event;
-
-TE_API te_status te_comm_world_create(const te_comm_world_options* options, te_comm_world** out);
-TE_API te_status te_comm_world_destroy(te_comm_world* world);
-/* Queues a call; nothing is computed yet, but slots may grow. */
-TE_API te_status te_comm_world_call(te_comm_world* world, const te_comm_call* call);
-/* Walks all that was queued. TE_RUNTIME_ERROR, naming a wait, where nobody can go on; the queues are empty then. */
-TE_API te_status te_comm_world_run(te_comm_world* world);
-/* Copies up to `most` events from `first` on; *count: how many there are in all. */
-TE_API te_status te_comm_world_trace(const te_comm_world* world, int64_t first, int64_t most, te_comm_event* events,
-                                     int64_t* count);
-/* Bytes of a rank's slots. */
-TE_API te_status te_comm_world_arena(const te_comm_world* world, int32_t rank, size_t* bytes);
 
 #ifdef __cplusplus
 }
