@@ -13,7 +13,7 @@ foreach(group IN ITEMS
     "ops/cross_entropy;ops/linear_cross_entropy"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"
-    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped"
+    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped;layer/grouping"
     "gemm/gemm_fp8;gemm/grouped_gemm;gemm/grouped_gemm_fp8;core/grouped_operands"
     "quantize/quantize;quantize/list_quantize;quantize/quantize_range;quantize/quantizer"
     "stash/stash;stash/stash_calls;stash/stash_streams;stash/stash_pool;stash/stash_segments;stash/stash_tensors"
@@ -27,7 +27,8 @@ foreach(group IN ITEMS
     "ops/comm;distributed/group;distributed/collective_call;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/comm_buffer_pool"
     "distributed/peer;core/run_streams;layer/tp_comm_peer;layer/tp_comm_group"
     "ops/offload;module;core/common"
-    "layer/forward;layer/backward;layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_norm;layer/prologue_activation")
+    "layer/forward;layer/backward;layer/layer_gemm;layer/prepare_operand;layer/save_rules;layer/named_arguments"
+    "layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_norm;layer/prologue_activation;layer/epilogue_bias")
   list(GET group 0 name)
   list(TRANSFORM group APPEND .cpp)
   set_source_files_properties(${group} PROPERTIES UNITY_GROUP ${name})

@@ -68,16 +68,16 @@ void refuse_state(const Quantizer& quantizer);
 
 // x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
 // where they are wanted and x was quantized.
-Operand operand_of(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& x, QuantizeUsage usage,
-                   Tensor* dbias = nullptr);
+TE_EXPORT Operand operand_of(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& x,
+                             QuantizeUsage usage, Tensor* dbias = nullptr);
 
 // operand_of() of each, by as few launches as there may be.
 c10::SmallVector<Operand, 1> operands_of(const DispatchMode& dispatch, at::ArrayRef<const Quantizer*> quantizers,
                                          at::TensorList xs, QuantizeUsage usage);
 
 // The same bits again, by the scales that were used before.
-Operand recomputed_operand(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& used_scales,
-                           const Tensor& x, QuantizeUsage usage);
+TE_EXPORT Operand recomputed_operand(const DispatchMode& dispatch, const Quantizer* quantizer,
+                                     const Tensor& used_scales, const Tensor& x, QuantizeUsage usage);
 
 // Sums may stay in the tensor cores where nobody asked for float32 throughout, and scales are of the whole tensor.
 inline bool may_be_fast(const Quantized& a, const Quantized& b, bool split) {

@@ -21,13 +21,7 @@ struct IncomingGradient {
   bool any() const { return dy.defined() || quantized.defined() || dbias.defined(); }
 };
 
-// prologue: a gradient goes through the GEMM into anything before it.
-struct WantedGradients {
-  bool prologue = false, input = false, gamma = false, beta = false;
-  bool weight = false, bias = false;
-};
-
-// How the layer that made this one's input reads that input's gradient.
+// How the layer that made this one's input reads that input's gradient. Null: in high precision, to quantize it itself.
 struct NextGradient {
   const Quantizer* quantizer = nullptr;
   QuantizeUsage usage;
@@ -36,19 +30,16 @@ struct NextGradient {
 
 struct Gradients {
   Operand dx;
-  Tensor dx_sums, dgamma, dbeta;
+  Tensor dx_sums;
   WeightGrads weights;
+  OwnGradients prologue, epilogue;
 };
 
 // The saved tensors of a layer's prologue, and its input, which another layer may have recomputed.
 PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const Tensor& input) {
-  const auto get = [&](SavedName n) -> const Tensor& { return saved[saved_name(layer_idx, n)]; };
-  return {input.defined() ? input : get(kInput),
-          get(kSavedGamma),
-          get(kSavedBeta),
-          get(kMean),
-          get(kRstd),
-          get(kUsedScales)};
+  return {input.defined() ? input : saved[saved_name(layer_idx, kInput)],
+          saved[saved_name(layer_idx, kUsedScales)],
+          {saved, saved_name(layer_idx, kSavedPrologue)}};
 }
 
 // What the backward of one layer reads.
@@ -59,14 +50,18 @@ struct LayerBackwardArgs {
   const NamedTensors& saved;
   PrologueSaved prologue;
   at::ScalarType dtype;
-  WantedGradients wanted;
+  const WantedGradients& wanted;
   const IncomingGradient& in;
   NextGradient next;
 };
 
 class LayerBackward {
  public:
-  LayerBackward(const DispatchMode& dispatch, const LayerBackwardArgs& args) : dispatch_(dispatch), args_(args) {}
+  LayerBackward(const DispatchMode& dispatch, const LayerBackwardArgs& args)
+      : dispatch_(dispatch),
+        args_(args),
+        fused_(fused_epilogues(args.config)),
+        bias_(fused_ > 0 && args.wanted.bias()) {}
 
   Gradients run();
 
@@ -81,6 +76,7 @@ class LayerBackward {
   };
 
   bool gathers(Pass pass) const { return args_.config.tp_comm != nullptr && args_.config.tp_comm->gathers(pass); }
+  void through_epilogues();
   void prepare_gradient();
   void find_operand(Operand recomputed);
   void make_task(Gradient gradient);
@@ -91,6 +87,10 @@ class LayerBackward {
 
   const DispatchMode& dispatch_;
   const LayerBackwardArgs& args_;
+  const size_t fused_;       // epilogues that the GEMM computes
+  const bool bias_;          // whether the GEMM's bias wants a gradient
+  Tensor dy_ = args_.in.dy;  // of the GEMM's result, before it is quantized
+  OwnGradients epilogue_gradients_;
   Gradient gradient_;  // of the GEMM's result
   const Quantizer* quantize_gathered_ = nullptr;
   OperandRecompute recompute_;
@@ -98,23 +98,31 @@ class LayerBackward {
   ScopedBuffers buffers_;  // of what arrives: the gradient, which both GEMMs read, and the operand
 };
 
+void LayerBackward::through_epilogues() {
+  const OwnTensors own(args_.saved, saved_name(args_.layer_idx, kSavedEpilogue));
+  for (size_t i = args_.config.epilogues.size(); dy_.defined() && i-- > fused_;) {
+    EpilogueBackward back = args_.config.epilogues[i]->backward(dispatch_, dy_, own, args_.wanted.epilogue);
+    dy_ = std::move(back.dy);
+    epilogue_gradients_.append(back.gradients.begin(), back.gradients.end());
+  }
+}
+
 void LayerBackward::prepare_gradient() {
   const WantedGradients& wanted = args_.wanted;
-  const Tensor& dy = args_.in.dy;
-  if (!dy.defined() || !(wanted.prologue || wanted.weight || wanted.bias)) {
+  if (!dy_.defined() || !(wanted.operand || wanted.weight || bias_)) {
     gradient_ = {args_.in.quantized, args_.in.dbias};
     return;
   }
-  const QuantizeUsage usage{wanted.prologue, wanted.weight};
-  Tensor* sums = wanted.bias ? &gradient_.dbias : nullptr;
+  const QuantizeUsage usage{wanted.operand, wanted.weight};
+  Tensor* sums = bias_ ? &gradient_.dbias : nullptr;
   const Quantizer* quantizer = gradient_quantizer(args_.config.quantization.get(), usage);
-  const auto produce = [&](const Quantizer* by) { return operand_of(dispatch_, by, dy, usage, sums); };
+  const auto produce = [&](const Quantizer* by) { return operand_of(dispatch_, by, dy_, usage, sums); };
   PreparedOperand prepared =
-      prepare_operand(dispatch_, args_.config, {Pass::kDgrad, quantizer, usage, false, sums}, dy, produce);
+      prepare_operand(dispatch_, args_.config, {Pass::kDgrad, quantizer, usage, false, sums}, dy_, produce);
   gradient_.dy = std::move(prepared.for_gemm);
   quantize_gathered_ = prepared.after_gather;
   // A bias added after the sum over ranks has the gradient of this rank's rows; the GEMM's sums would be of all rows.
-  if (gathers(Pass::kDgrad) && wanted.bias && !gradient_.dbias.defined()) gradient_.dbias = column_sums(dy);
+  if (gathers(Pass::kDgrad) && bias_ && !gradient_.dbias.defined()) gradient_.dbias = column_sums(dy_);
 }
 
 // recomputed: by the prologue's backward, or undefined.
@@ -170,8 +178,8 @@ PendingResult LayerBackward::input_gradient() {
   for (Operand& weight : weights.weights) {  // a parameter whose FP8 copy served under autocast was not cast
     if (!weight.quantized() && weight.plain.scalar_type() != args_.dtype) weight.plain = weight.plain.to(args_.dtype);
   }
-  const Tensor& like = args_.in.dy.defined() ? args_.in.dy : args_.in.like;
-  const QuantizeUsage usage{args_.wanted.prologue, args_.wanted.weight};
+  const Tensor& like = dy_.defined() ? dy_ : args_.in.like;
+  const QuantizeUsage usage{args_.wanted.operand, args_.wanted.weight};
   std::unique_ptr<CommOp> comm_op;
   if (config.tp_comm != nullptr) {
     comm_op = config.tp_comm->begin(dispatch_, Pass::kDgrad, gradient_.dy, like, quantize_gathered_, usage,
@@ -182,7 +190,7 @@ PendingResult LayerBackward::input_gradient() {
 
 PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) const {
   const WantedGradients& wanted = args_.wanted;
-  PrologueGradient g{{}, args_.in.norm_input, wanted.gamma, wanted.beta, wanted.input};
+  PrologueGradient g{{}, args_.in.norm_input, wanted.prologue, wanted.input};
   g.quantizer = recompute_.in_prologue;
   g.wants_operand = wanted.weight && args_.config.operand == SaveMode::kRecompute;
   g.next_quantizer = args_.next.quantizer;
@@ -201,13 +209,14 @@ WeightGrads LayerBackward::weight_gradients(const CommOp* arrived) {
   std::optional<GatheredWgrad::Loan> loan;
   if (wgrad_.divided != nullptr) loan.emplace(std::move(wgrad_.divided), arrived);
   const probe::PathReason told(why_override(config.quantization.get()));
-  return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), args_.wanted.bias)
-                                 : wgrad_.task->compute(dispatch_, args_.wanted.bias);
+  return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), bias_)
+                                 : wgrad_.task->compute(dispatch_, bias_);
 }
 
 Gradients LayerBackward::run() {
   const WantedGradients& wanted = args_.wanted;
   const IncomingGradient& in = args_.in;
+  through_epilogues();
   prepare_gradient();
   if (args_.config.operand == SaveMode::kRecompute && args_.prologue.input.defined()) {
     recompute_ = plan_recompute(dispatch_, args_.config, args_.prologue.input);
@@ -215,7 +224,7 @@ Gradients LayerBackward::run() {
   // A prologue whose backward recomputes the operand runs before the weight's gradient, which reads that. Others run
   // after it, so that their results do not live meanwhile, and communication has time.
   const bool prologue_first = args_.config.prologue->recomputes_operand();
-  const bool dgrad = in.any() && wanted.prologue, wgrad = in.any() && wanted.weight;
+  const bool dgrad = in.any() && wanted.operand, wgrad = in.any() && wanted.weight;
   if (wgrad && dgrad && !prologue_first && begins_wgrad_first()) {
     find_operand({});
     make_task(gradient_);
@@ -234,14 +243,14 @@ Gradients LayerBackward::run() {
     gradient_ = {};
     out.weights = weight_gradients(pending.comm_op.get());
     wgrad_ = {};
-  } else if (in.any() && wanted.bias) {
-    out.weights.biases = args_.config.gemm_policy->bias_gradients(dispatch_, in.dy, gradient_.dbias);
+  } else if (in.any() && bias_) {
+    out.weights.biases = args_.config.gemm_policy->bias_gradients(dispatch_, dy_, gradient_.dbias);
   }
-  if (!prologue_first && wanted.prologue) back = through_prologue(pending);
+  if (!prologue_first && wanted.operand) back = through_prologue(pending);
   out.dx = std::move(back.dx);
   out.dx_sums = std::move(back.dx_sums);
-  out.dgamma = std::move(back.dgamma);
-  out.dbeta = std::move(back.dbeta);
+  out.prologue = std::move(back.gradients);
+  out.epilogue = std::move(epilogue_gradients_);
   return out;
 }
 
@@ -249,16 +258,24 @@ Gradients layer_backward(const DispatchMode& dispatch, const LayerBackwardArgs& 
   return LayerBackward(dispatch, args).run();
 }
 
-// A layer's prologue and product once more, by the scales of the forward: its result, and what the forward would have
-// kept of it.
-std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, LayerConfig config, size_t layer_idx,
-                                                const NamedTensors& saved, Needs needs) {
-  const auto get = [&](SavedName n) { return saved.optional(saved_name(layer_idx, n)); };
+// The layer as its backward runs it again: it quantizes by the scales of the forward. A traced call has no state, and
+// finds the same scales again.
+LayerConfig with_used_scales(const DispatchMode& dispatch, LayerConfig config, at::TensorList used) {
   config.operand = SaveMode::kSave;
-  if (dispatch.direct() &&
-      config.quantization != nullptr) {  // a traced dispatch mode has no state, and makes the same scales again
-    config.quantization = with_scales(*config.quantization, saved[saved_name(layer_idx, kUsedScales)]);
+  if (!dispatch.direct() || config.quantization == nullptr || used.empty()) return config;
+  if (config.gemm_policy->quantizes_groups(config.quantization.get())) {
+    config.gemm_policy = config.gemm_policy->with_scales(used);
+  } else {
+    config.quantization = with_scales(*config.quantization, used[0]);
   }
+  return config;
+}
+
+// Runs prologue and GEMM of a layer again: the result, and what the forward would have saved of it.
+std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, const LayerConfig& layer,
+                                                size_t layer_idx, const NamedTensors& saved,
+                                                const WantedGradients& wanted) {
+  const LayerConfig config = with_used_scales(dispatch, layer, saved.list(saved_name(layer_idx, kUsedScales)));
   const auto weights = kept_operands(saved, saved_name(layer_idx, kWeight));
   std::vector<Tensor> parameters = saved.list(saved_name(layer_idx, kWeightValues)).vec();  // of all, or of none
   for (size_t i = parameters.size(); i < weights.size(); ++i) {
@@ -266,12 +283,24 @@ std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, La
   }
   TORCH_INTERNAL_ASSERT(parameters.size() == weights.size());
   const at::ArrayRef<Operand> own = weights[0].quantized() ? at::ArrayRef<Operand>(weights) : at::ArrayRef<Operand>();
-  const OptionalTensor none, gamma = get(kSavedGamma), beta = get(kSavedBeta);
   const Tensor input = saved[saved_name(layer_idx, kInput)];
-  const LayerInput in{{input, none, gamma, beta}, parameters, saved.list(saved_name(layer_idx, kBias)), own};
+  const LayerInput in{{input, {saved, saved_name(layer_idx, kSavedPrologue)}},
+                      parameters,
+                      {saved, saved_name(layer_idx, kSavedEpilogue)},
+                      own};
   SaveContext save = SaveContext::collecting();
-  const Tensor y = layer_forward(dispatch, config, layer_idx, save, in, needs, SaveFor::kBackward, false).y;
+  const Tensor y = layer_forward(dispatch, config, layer_idx, save, in, wanted, SaveFor::kBackward, false).y;
   return {y, save.take()};
+}
+
+// How a layer reads the gradient of its result from the layer after it.
+NextGradient next_gradient(const LayerConfig& layer, const WantedGradients& wanted) {
+  const ProductQuantization* q = layer.quantization.get();
+  const QuantizeUsage usage{wanted.operand, wanted.weight};
+  const bool quantizes_later = layer.gemm_policy->quantizes_groups(q) ||
+                               (layer.tp_comm != nullptr && layer.tp_comm->gathers(Pass::kDgrad)) ||
+                               fused_epilogues(layer) < layer.epilogues.size();
+  return {quantizes_later ? nullptr : gradient_quantizer(q, usage), usage, wanted.bias()};
 }
 
 // What is read of an input that the forward kept in E4M3: its values. recomputed: the input, where it was recomputed in
@@ -290,77 +319,56 @@ Tensor unpacked_input(const DispatchMode& dispatch, const LayerConfig& config, c
 }  // namespace
 
 template <class Mode>
-variable_list LayerChain::backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+variable_list LayerChain::backward(const State& state, const Wanted& wants, const NamedTensors& saved,
                                    const variable_list& grads) {
   const DispatchMode dispatch(Mode{});
   const size_t layers = state.layers.size();
   // The node's first argument is the list of all tensors.
-  const auto wants = [&](int name) {
-    const Rows& place = state.places[name];
-    for (int64_t i = 0; i < place.count; ++i) {
-      if (wanted.at(0, size_t(place.first + i))) return true;
-    }
-    return false;
-  };
-  c10::SmallVector<WantedGradients, 2> wanted_of(layers);
-  bool before = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
-  for (size_t i = 0; i < layers; ++i) {
-    wanted_of[i] = {before, before, false, false, wants(weight_of(i)), wants(bias_of(i))};
-    before = before || wanted_of[i].weight || (i + 1 < layers && wanted_of[i].bias);
-  }
-  wanted_of[0].input = wants(kX) || wants(kResidual);
-  wanted_of[0].gamma = wants(kGamma);
-  wanted_of[0].beta = wants(kBeta);
-  const bool any = before;
+  const WantedByLayer wanted(layers, state.places, [&](size_t place) { return wants.at(0, place); });
 
   // What layers made for the next one and did not keep, and what running them again has kept instead.
   c10::SmallVector<Tensor, 2> inputs(layers);
   c10::SmallVector<NamedTensors, 2> kept_for_recompute(layers);
-  for (size_t i = 0; any && i + 1 < layers; ++i) {
+  for (size_t i = 0; wanted.any && i + 1 < layers; ++i) {
     if (state.layers[i + 1].input != SaveMode::kRecompute) continue;
     std::tie(inputs[i + 1], kept_for_recompute[i]) =
-        recompute_layer(dispatch, state.layers[i], i, saved, {wanted_of[i].prologue, wanted_of[i].weight});
+        recompute_layer(dispatch, state.layers[i], i, saved, wanted.layers[i]);
     state.policy->recomputed(state.layers[i + 1].prologue->input_info());
   }
 
   variable_list out(state.tensors);
   const auto give = [&](int name, at::TensorList gradients) {
-    for (int64_t i = 0; i < state.places[name].count && i < int64_t(gradients.size()); ++i) {
-      const size_t place = size_t(state.places[name].first + i);
-      if (wanted.at(0, place)) out[place] = gradients[size_t(i)];
+    const ArgumentPlace* place = find_place(state.places, name);
+    for (size_t i = 0; place != nullptr && i < std::min(place->count, gradients.size()); ++i) {
+      if (wants.at(0, place->first + i)) out[place->first + i] = gradients[i];
     }
   };
   const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };
   IncomingGradient in;
   in.dy = grads[0];
   for (size_t i = layers; i-- > 0;) {
-    if (i + 1 < layers && !wanted_of[i + 1].prologue) break;
+    if (i + 1 < layers && !wanted.layers[i + 1].input) break;
     const LayerConfig& config = state.layers[i];
     const NamedTensors& table = kept_for_recompute[i].size() > 0 ? kept_for_recompute[i] : saved;
     Tensor& input = inputs[i];
     if (i > 0 && !input.defined()) input = table[saved_name(i, kInput)];
-    if (i > 0 && any && grads[0].defined() && config.input_in_fp8) {
+    if (i > 0 && wanted.any && grads[0].defined() && config.input_in_fp8) {
       input = unpacked_input(dispatch, config, kept_operand(saved, saved_name(i, kPackedInput)), input, grads[0],
                              state.dtype);
     }
-    NextGradient next;
-    if (i > 0) {
-      const QuantizeUsage usage{wanted_of[i - 1].prologue, wanted_of[i - 1].weight};
-      next = {gradient_quantizer(state.layers[i - 1].quantization.get(), usage), usage, wanted_of[i - 1].bias};
-    }
+    const NextGradient next = i > 0 ? next_gradient(state.layers[i - 1], wanted.layers[i - 1]) : NextGradient{};
     if (i == 0) {
       in.norm_output = state.return_output ? grad(1) : Tensor();
       in.norm_input = grad(2);
     }
     const Gradients result = layer_backward(dispatch, {config, *state.policy, i, table, prologue_saved(table, i, input),
-                                                       state.dtype, wanted_of[i], in, next});
+                                                       state.dtype, wanted.layers[i], in, next});
     give(weight_of(i), result.weights.weights);
     give(bias_of(i), result.weights.biases);
+    for (const auto& [own, gradient] : result.prologue) give(prologue_of(i, own), gradient);
+    for (const auto& [own, gradient] : result.epilogue) give(epilogue_of(i, own), gradient);
     if (i == 0) {
       give(kX, result.dx.plain);
-      give(kResidual, result.dx.plain);
-      give(kGamma, result.dgamma);
-      give(kBeta, result.dbeta);
     } else {
       in = {result.dx.plain, result.dx.quantized() ? result.dx : Operand{}, result.dx_sums, input, {}, {}};
     }

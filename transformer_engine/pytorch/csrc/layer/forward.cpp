@@ -45,8 +45,9 @@ int64_t trailing_rows_of(const LayerConfigs& layers, const NamedTensors& argumen
 // the error.
 void check_shapes(const LayerConfig& config, const LayerInput& in, const Tensor& shown, const c10::SymInt& features) {
   if (config.quantization == nullptr && !config.tp_comm) return;
+  const at::TensorList biases = in.epilogue.list(kBias);
   for (size_t i = 0; i < in.weights.size(); ++i) {
-    const OptionalTensor bias = in.biases.empty() ? OptionalTensor() : OptionalTensor(in.biases[i]);
+    const OptionalTensor bias = biases.empty() ? OptionalTensor() : OptionalTensor(biases[i]);
     check_product(shown, features, in.weights[i], bias, !in.own.empty());
   }
 }
@@ -55,8 +56,8 @@ bool adds_up(const LayerConfig& config) { return config.tp_comm != nullptr && co
 
 // A bias is added after the sum over ranks, where there is one.
 WeightSet weight_set(const DispatchMode& dispatch, const LayerConfig& config, const LayerInput& in,
-                     QuantizeUsage usage) {
-  WeightSet set{{}, adds_up(config) ? at::TensorList() : in.biases};
+                     at::TensorList biases, QuantizeUsage usage) {
+  WeightSet set{{}, adds_up(config) ? at::TensorList() : biases};
   if (!in.own.empty()) {
     TORCH_INTERNAL_ASSERT(in.own.size() == in.weights.size());
     set.weights.assign(in.own.begin(), in.own.end());
@@ -78,12 +79,11 @@ struct CommResult {
 
 // The GEMM of a layer with a TPComm. keep_gathered: the weight's gradient reads the operand with all ranks' rows.
 CommResult gemm_with_comm(const DispatchMode& dispatch, const LayerConfig& config, const SaveContext& save,
-                          const LayerInput& in, const PreparedOperand& operand, const WeightSet& weights,
-                          QuantizeUsage usage, bool keep_gathered) {
+                          const Tensor& x, const PreparedOperand& operand, const WeightSet& weights,
+                          at::TensorList biases, QuantizeUsage usage, bool keep_gathered) {
   const ProductQuantization* q = config.quantization.get();
   const TPComm& tp_comm = *config.tp_comm;
-  const Tensor& x = in.prologue.x;
-  const OptionalTensor bias = adds_up(config) && !in.biases.empty() ? OptionalTensor(in.biases[0]) : OptionalTensor();
+  const OptionalTensor bias = adds_up(config) && !biases.empty() ? OptionalTensor(biases[0]) : OptionalTensor();
   // A backward that reads what the GEMM has read keeps that; nothing else would be gathered to be kept.
   const bool dequantized = backward_reads(q) == BackwardReads::kDequantized, high = operand.high_precision.defined();
   const bool quantized = !dequantized && (operand.for_gemm.quantized() || (high && operand.after_gather != nullptr));
@@ -124,8 +124,15 @@ Operand packed_input(const DispatchMode& dispatch, const Tensor& input) {
   return operand_of(dispatch, &packer, input, {true, false});
 }
 
+size_t fused_epilogues(const LayerConfig& config) {
+  const Epilogues& all = config.epilogues;
+  return size_t(std::find_if(all.begin(), all.end(),
+                             [&](const auto& epilogue) { return !epilogue->fuses_into(*config.gemm_policy); }) -
+                all.begin());
+}
+
 LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& config, size_t layer_idx, SaveContext& save,
-                          const LayerInput& in, Needs needs, SaveFor save_for, bool want_output) {
+                          const LayerInput& in, const WantedGradients& wanted, SaveFor save_for, bool want_output) {
   const ProductQuantization* q = config.quantization.get();
   const Prologue& prologue = *config.prologue;
   const Tensor& x = in.prologue.x;
@@ -133,12 +140,12 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   // checked after it.
   if (prologue.is_identity()) check_shapes(config, in, x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1));
   if (config.tp_comm != nullptr) config.tp_comm->check(x);
-  const bool save_operand = needs.weight && config.operand == SaveMode::kSave && save_for == SaveFor::kBackward;
+  const bool save_operand = wanted.weight && config.operand == SaveMode::kSave && save_for == SaveFor::kBackward;
   const QuantizeUsage read = kept_usage(q), usage{true, save_operand && read.columnwise};
   LayerOutput out;
   const auto produce = [&](const Quantizer* quantizer) {
-    out.made = prologue.forward(dispatch, in.prologue, quantizer, usage, want_output);
-    Operand operand = std::move(out.made.operand);
+    out.prologue = prologue.forward(dispatch, in.prologue, quantizer, usage, want_output);
+    Operand operand = std::move(out.prologue.operand);
     if (!prologue.is_identity()) {
       const Tensor& matrix = operand.quantized() ? operand.fp8.rowwise : operand.plain;
       check_shapes(config, in, operand.quantized() || q != nullptr ? x : matrix, matrix.sym_size(-1));
@@ -148,31 +155,51 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   const OperandRequest request{Pass::kFprop, q != nullptr ? &q->x : nullptr, usage,
                                save_operand && reads_high_precision(q), nullptr};
   const PreparedOperand operand = prepare_operand(dispatch, config, request, x, produce);
-  const bool backward_reads_weight = needs.prologue || save_for == SaveFor::kRecompute;
-  const WeightSet weights = weight_set(dispatch, config, in, {true, read.columnwise && backward_reads_weight});
+  const size_t fused = fused_epilogues(config);
+  const at::TensorList biases = fused > 0 ? in.epilogue.list(kBias) : at::TensorList();
+  const bool backward_reads_weight = wanted.operand || save_for == SaveFor::kRecompute;
+  const WeightSet weights = weight_set(dispatch, config, in, biases, {true, read.columnwise && backward_reads_weight});
   Operand gathered;
   if (config.tp_comm == nullptr) {
     out.y = run_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x, nullptr).result();
   } else {
-    CommResult result = gemm_with_comm(dispatch, config, save, in, operand, weights, usage,
+    CommResult result = gemm_with_comm(dispatch, config, save, x, operand, weights, biases, usage,
                                        save_operand && config.tp_comm->gathers(Pass::kFprop));
     out.y = std::move(result.y);
     gathered = std::move(result.gathered);
   }
-  save_layer(dispatch, save,
-             {config, layer_idx, in, out.made, operand.for_backward(), gathered, weights.weights, needs}, save_for);
+  OwnSaves epilogue_saves;
+  for (size_t i = fused; i < config.epilogues.size(); ++i) {
+    EpilogueOutput result = config.epilogues[i]->forward(dispatch, out.y, in.epilogue);
+    out.y = std::move(result.y);
+    epilogue_saves.append(result.saves.begin(), result.saves.end());
+  }
+  save_layer(
+      dispatch, save,
+      {config, layer_idx, in, out.prologue, epilogue_saves, operand.for_backward(), gathered, weights.weights, wanted},
+      save_for);
   return out;
 }
 
 namespace {
 
-// What is traced meets nobody.
+// A traced call meets no other rank.
 std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& layers, const Tensor& x) {
   if (!dispatch.direct()) return {};
   for (const LayerConfig& config : layers) {
     if (config.tp_comm != nullptr) return config.tp_comm->asking_group(x);
   }
   return {};
+}
+
+// What the call leaves to defaults and to the policy of saved tensors.
+void decide(LayerConfig& config, size_t layer_idx, const SavedPolicy& policy) {
+  if (!config.tp_comm) config.tp_comm = defaults().tp_comm;
+  if (!config.gemm_policy) config.gemm_policy = defaults().gemm_policy;
+  if (config.prologue->recomputes_operand()) config.operand = SaveMode::kRecompute;
+  config.operand = policy.decide(config.prologue->operand_info(), config.operand);
+  if (!may_be_recomputed(config)) config.operand = SaveMode::kSave;
+  if (layer_idx > 0) config.input = policy.decide(config.prologue->input_info(), config.input);
 }
 
 }  // namespace
@@ -190,60 +217,41 @@ variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorLis
   state.dtype = x.scalar_type();
   state.policy = defaults().saved;
   state.tensors = arguments.size();
-  for (int name = 0; name < weight_of(layers); ++name) {
-    state.places.push_back({int64_t(arguments.find(name)), int64_t(arguments.list(name).size())});
-  }
-
+  state.places = places_of(arguments);
   const bool graph = save.serves_a_graph();
-  const auto wants = [&](int name) {
-    const at::TensorList list = arguments.list(name);
-    return graph && std::any_of(list.begin(), list.end(), [](const Tensor& t) { return t.requires_grad(); });
-  };
-  c10::SmallVector<Needs, 2> needs(layers);
-  bool any = wants(kX) || wants(kResidual) || wants(kGamma) || wants(kBeta);
-  for (size_t i = 0; i < layers; ++i) {
-    needs[i] = {any, wants(weight_of(i))};
-    any = any || needs[i].weight || (i + 1 < layers && wants(bias_of(i)));
-  }
-  const SavedPolicy& policy = *state.policy;
-  for (size_t i = 0; i < layers; ++i) {
-    LayerConfig& config = state.layers[i];
-    if (!config.tp_comm) config.tp_comm = defaults().tp_comm;
-    if (!config.gemm_policy) config.gemm_policy = defaults().gemm_policy;
-    if (config.prologue->recomputes_operand()) config.operand = SaveMode::kRecompute;
-    config.operand = policy.decide(config.prologue->operand_info(), config.operand);
-    if (!may_be_recomputed(config)) config.operand = SaveMode::kSave;
-    if (i > 0) config.input = policy.decide(config.prologue->input_info(), config.input);
-  }
+  const WantedByLayer wanted(layers, state.places,
+                             [&](size_t place) { return graph && arguments.tensors()[place].requires_grad(); });
+  for (size_t i = 0; i < layers; ++i) decide(state.layers[i], i, *state.policy);
 
   const TrailingRows trailing(trailing_rows_of(state.layers, arguments));
-  const OptionalTensor none;
-  const OptionalTensor residual = arguments.optional(kResidual), gamma = arguments.optional(kGamma),
-                       beta = arguments.optional(kBeta);
   variable_list outputs(1);
-  Tensor between = x;  // what the layer reads
+  Tensor input = x;  // of the layer
   for (size_t i = 0; i < layers; ++i) {
-    const bool first = i == 0,
-               for_recompute = any && i + 1 < layers && state.layers[i + 1].input == SaveMode::kRecompute;
-    const PrologueInput prologue{between, first ? residual : none, first ? gamma : none, first ? beta : none};
-    const LayerInput in{prologue, arguments.list(weight_of(i)), arguments.list(bias_of(i)), call.own_weights[i]};
-    LayerOutput out = layer_forward(dispatch, state.layers[i], i, save, in, needs[i],
+    const LayerConfig& config = state.layers[i];
+    const bool first = i == 0;
+    const bool for_recompute = wanted.any && i + 1 < layers && state.layers[i + 1].input == SaveMode::kRecompute;
+    const LayerInput in{{input, {arguments, prologue_of(i)}},
+                        arguments.list(weight_of(i)),
+                        {arguments, epilogue_of(i)},
+                        call.own_weights[i]};
+    LayerOutput out = layer_forward(dispatch, config, i, save, in, wanted.layers[i],
                                     for_recompute ? SaveFor::kRecompute : SaveFor::kBackward, call.return_output);
-    if (first && gamma.has_value()) {
-      outputs.push_back(out.made.output);
-      if (residual.has_value() || call.return_input) outputs.push_back(std::move(out.made.input));
+    PrologueOutput& prologue = out.prologue;
+    if (first && prologue.output.defined()) {
+      outputs.push_back(prologue.output);
+      if (!prologue.input.is_same(x) || call.return_input) outputs.push_back(std::move(prologue.input));
     }
     if (for_recompute) {
-      save.recomputed(call.return_output ? out.made.output : between, state.layers[i].prologue->operand_info());
+      save.recomputed(call.return_output ? prologue.output : input, config.prologue->operand_info());
       save.recomputed(out.y, state.layers[i + 1].prologue->input_info());
     }
-    if (i > 0 && any && state.layers[i].input == SaveMode::kSave && state.layers[i].input_in_fp8) {
-      keep_operand(save, saved_name(i, kPackedInput), packed_input(dispatch, between), {true, false},
+    if (!first && wanted.any && config.input == SaveMode::kSave && config.input_in_fp8) {
+      keep_operand(save, saved_name(i, kPackedInput), packed_input(dispatch, input), {true, false},
                    kPackedPreActivation);
     }
-    between = std::move(out.y);
+    input = std::move(out.y);
   }
-  outputs[0] = std::move(between);
+  outputs[0] = std::move(input);
   return outputs;
 }
 

@@ -49,6 +49,8 @@ class TE_EXPORT GemmPolicy {
 
   // How weight number i, and the rows that are multiplied by it, are quantized; null: not at all. all: of the layer.
   virtual const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const { return all; }
+  // Whether fprop() adds the biases.
+  virtual bool adds_bias() const { return true; }
   // Whether operands come here plain and are quantized group by group.
   virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
   // By what quantization() says of each group. dbias: the column sums of each, where they are wanted.
@@ -59,6 +61,8 @@ class TE_EXPORT GemmPolicy {
   virtual Operand quantized_again(const DispatchMode&, const Tensor& t, QuantizeUsage, at::TensorList used) const {
     return {};
   }
+  // The same policy, which quantizes the forward's operands by the scales that were used before, and touches no state.
+  virtual std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const { return nullptr; }
   // The scales of the forward's operand that recomputing it needs: those of a whole tensor, or of a whole group.
   virtual std::vector<Tensor> used_scales(const Operand& operand) const;
   // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.

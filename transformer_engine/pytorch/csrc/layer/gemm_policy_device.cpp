@@ -1,6 +1,7 @@
 // See gemm_policy_device.h.
 #include "layer/gemm_policy_device.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
@@ -221,11 +222,30 @@ class DeviceGroups final : public GemmPolicy {
     return {{}, q};
   }
 
-  std::vector<Tensor> used_scales(const Operand&) const override { return {}; }
-  // Rows of no group have no part in a scale.
+  // Rows of no group have no part in a scale, so that quantizing the same rows again finds it. Delayed scaling alone
+  // may have another one by then.
+  std::vector<Tensor> used_scales(const Operand&) const override {
+    std::vector<Tensor> scales;
+    for (const Quantization& q : grouping_.quantizations) {
+      if (q->x.spec.kind == QuantizeSpec::kDelayed) scales.push_back(q->x.scale);
+    }
+    if (scales.empty()) return {};
+    return {at::cat(scales)};
+  }
+  std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const override {
+    Grouping grouping = grouping_;
+    for (size_t g = 0; g < grouping.quantizations.size(); ++g) {
+      auto q = std::make_shared<ProductQuantization>(*grouping_.quantizations[g]);
+      q->x.amax = Tensor();
+      if (!used.empty()) q->x.scale = used[0].narrow(0, int64_t(g), 1);
+      grouping.quantizations[g] = std::move(q);
+    }
+    return std::make_shared<DeviceGroups>(std::move(grouping));
+  }
   Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
-                          at::TensorList) const override {
-    return quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
+                          at::TensorList used) const override {
+    if (used.empty()) return quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
+    return with_scales(used)->quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
   }
 
   Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,

@@ -180,7 +180,7 @@ class HostGroups final : public GemmPolicy {
     size_t next = 0;
     for (size_t i = 0; i < groups_.size(); ++i) {
       const Quantizer& quantizer = quantization(grouping_.quantizations[0].get(), i)->x;
-      const Tensor part = part_of(dispatch, rows, i), scales = by_amax(quantizer) ? used[next++] : Tensor();
+      const Tensor part = part_of(dispatch, rows, i), scales = has_one_scale(i) ? used[next++] : Tensor();
       all.groups.push_back(recomputed_operand(dispatch, &quantizer, scales, part, usage));
       if (!all.groups.back().quantized()) share_version(all.groups.back().plain, t);
       any = any || all.groups.back().quantized();
@@ -191,11 +191,20 @@ class HostGroups final : public GemmPolicy {
   std::vector<Tensor> used_scales(const Operand& operand) const override {
     std::vector<Tensor> used;
     for (size_t i = 0; i < operand.groups.size(); ++i) {
-      if (by_amax(quantization(grouping_.quantizations[0].get(), i)->x)) {
-        used.push_back(operand.groups[i].fp8.rowwise_scale_inv);
-      }
+      if (has_one_scale(i)) used.push_back(operand.groups[i].fp8.rowwise_scale_inv);
     }
     return used;
+  }
+
+  std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const override {
+    Grouping grouping = grouping_;
+    grouping.quantizations.clear();
+    size_t next = 0;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const ProductQuantization& q = *quantization(grouping_.quantizations[0].get(), i);
+      grouping.quantizations.push_back(te_torch::with_scales(q, has_one_scale(i) ? used[next++] : Tensor()));
+    }
+    return std::make_shared<HostGroups>(std::move(grouping));
   }
 
   Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& made) const override {
@@ -234,7 +243,11 @@ class HostGroups final : public GemmPolicy {
   }
 
  private:
-  static bool by_amax(const Quantizer& quantizer) { return quantizer.spec.kind == QuantizeSpec::kCurrent; }
+  // Whether group i's rows are quantized by one scale, which the backward has to know.
+  bool has_one_scale(size_t i) const {
+    const auto kind = quantization(grouping_.quantizations[0].get(), i)->x.spec.kind;
+    return kind == QuantizeSpec::kCurrent || kind == QuantizeSpec::kDelayed;
+  }
   static c10::SymInt rows_in(const Operand& weight) {
     const Tensor& t = !weight.quantized() ? weight.plain : weight.fp8.rowwise;
     return t.defined() ? t.sym_size(0) : weight.fp8.columnwise.sym_size(1);

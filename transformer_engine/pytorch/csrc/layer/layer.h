@@ -4,7 +4,7 @@
 #pragma once
 
 #include "autograd/autograd.h"
-#include "layer/gemm_policy.h"
+#include "layer/epilogue.h"
 #include "layer/prologue.h"
 #include "layer/tp_comm.h"
 #include "wgrad/grad_accumulator.h"
@@ -14,6 +14,7 @@ namespace te_torch::layer {
 // A layer as plain values and shared policies: what the autograd node holds of it.
 struct LayerConfig {
   ProloguePtr prologue = plain_prologue();
+  Epilogues epilogues = {bias_epilogue()};        // the bias's is the first, if there is one
   std::shared_ptr<const TPComm> tp_comm;          // null: local; of a call, the default's
   std::shared_ptr<const GemmPolicy> gemm_policy;  // of a call, null: the default's
   Quantization quantization;
@@ -27,11 +28,6 @@ struct LayerConfig {
 };
 
 using LayerConfigs = c10::SmallVector<LayerConfig, 2>;
-
-// The tensor arguments of a chain: of its first prologue, then of each layer.
-enum ArgumentName : int { kX, kResidual, kGamma, kBeta, kFirstWeight };
-constexpr int weight_of(size_t layer_idx) { return kFirstWeight + 2 * static_cast<int>(layer_idx); }
-constexpr int bias_of(size_t layer_idx) { return weight_of(layer_idx) + 1; }
 
 struct LayerArgs {
   NamedTensors arguments;
@@ -60,15 +56,15 @@ struct TE_EXPORT LayerChain {
     bool return_output = true;
     at::ScalarType dtype = at::kFloat;
     std::shared_ptr<const SavedPolicy> policy;
-    c10::SmallVector<Rows, 8> places;  // of an argument's tensors in the list of all
-    size_t tensors = 0;
+    ArgumentPlaces places;
+    size_t tensors = 0;  // arguments
   };
 
   // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call);
   template <class Mode>
-  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+  static variable_list backward(const State& state, const Wanted& wants, const NamedTensors& saved,
                                 const variable_list& grads);
 };
 
@@ -80,27 +76,19 @@ enum SavedName : int {
   kWeight,
   kOperand,
   kUsedScales,
-  kSavedGamma,
-  kSavedBeta,
-  kMean,
-  kRstd,
-  kBias,
   kPackedInput,
-  kWholeOperand,  // an operand as it was gathered, where it is kept so
-  kWeightValues,  // of a product that is run again by an FP8 copy: the weight that the backward reads
-  kSavedNames
+  kWholeOperand,   // an operand as it was gathered, where it is kept so
+  kWeightValues,   // of a product that is run again by an FP8 copy: the weight that the backward reads
+  kSavedPrologue,  // what the prologue saves, and what the epilogues do
+  kSavedEpilogue = kSavedPrologue + kOwnNames,
+  kSavedNames = kSavedEpilogue + kOwnNames
 };
 constexpr int saved_name(size_t layer_idx, SavedName name) { return static_cast<int>(layer_idx) * kSavedNames + name; }
 
-// Whether a gradient goes on into a layer's prologue, and whether into its weights.
-struct Needs {
-  bool prologue = false;
-  bool weight = false;
-};
-
 struct LayerInput {
   PrologueInput prologue;
-  at::TensorList weights, biases;
+  at::TensorList weights;
+  OwnTensors epilogue;
   at::ArrayRef<Operand> own;  // FP8 copies of the weights, made before; none: the product quantizes them itself
 };
 
@@ -109,11 +97,14 @@ enum class SaveFor : uint8_t { kBackward, kRecompute };
 
 struct LayerOutput {
   Tensor y;
-  PrologueOutput made;
+  PrologueOutput prologue;
 };
 
 LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& config, size_t layer_idx, SaveContext& save,
-                          const LayerInput& in, Needs needs, SaveFor keeping, bool want_output);
+                          const LayerInput& in, const WantedGradients& wanted, SaveFor save_for, bool want_output);
+
+// How many epilogues, from the first on, the GEMM computes.
+size_t fused_epilogues(const LayerConfig& config);
 
 // The pre-activation in E4M3, and what that means.
 Operand packed_input(const DispatchMode& dispatch, const Tensor& input);

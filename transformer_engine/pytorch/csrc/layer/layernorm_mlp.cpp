@@ -41,9 +41,9 @@ LayerArgs pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor
   call.return_output = return_norm_output;
   NamedTensors& arguments = call.arguments;
   arguments.add(kX, x);
-  arguments.add(kResidual, residual);
-  arguments.add(kGamma, gamma);
-  arguments.add(kBeta, beta);
+  arguments.add(prologue_of(0, norm::kResidual), residual);
+  arguments.add(prologue_of(0, norm::kGamma), gamma);
+  arguments.add(prologue_of(0, norm::kBeta), beta);
   arguments.add(weight_of(0), weight1);
   arguments.add(bias_of(0), bias1);
   arguments.add(weight_of(1), weight2);

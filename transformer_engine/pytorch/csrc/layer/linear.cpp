@@ -41,9 +41,9 @@ LayerArgs pack_norm(const Tensor& x, const OptionalTensor& residual, const Tenso
                     at::ArrayRef<int64_t> parallel, std::string_view group) {
   LayerArgs call = one_layer(norm_prologue(eps, rms, zero_centered_gamma), x, weight, bias, quantization, parallel,
                              group, "normalization_linear");
-  call.arguments.add(kResidual, residual);
-  call.arguments.add(kGamma, gamma);
-  call.arguments.add(kBeta, beta);
+  call.arguments.add(prologue_of(0, norm::kResidual), residual);
+  call.arguments.add(prologue_of(0, norm::kGamma), gamma);
+  call.arguments.add(prologue_of(0, norm::kBeta), beta);
   call.return_output = return_output;
   if (recompute_output) call.layers[0].operand = SaveMode::kRecompute;
   return call;

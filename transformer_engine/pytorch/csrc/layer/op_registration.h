@@ -62,9 +62,8 @@ variable_list run_inference(const LayerArgs& call) {
 template <class Visit>
 void visit_tensors(LayerArgs& call, Visit&& visit) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const int name = call.arguments.labels()[i].name;
-    const bool weight = name >= kFirstWeight && (name - kFirstWeight) % 2 == 0;
-    if (!weight || call.own_weights[size_t(name - kFirstWeight) / 2].empty()) visit(call.arguments.tensors()[i]);
+    const int layer_idx = layer_of_weight(call.arguments.labels()[i].name);
+    if (layer_idx < 0 || call.own_weights[size_t(layer_idx)].empty()) visit(call.arguments.tensors()[i]);
   }
 }
 

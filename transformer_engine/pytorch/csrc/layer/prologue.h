@@ -5,35 +5,36 @@
 #include <memory>
 
 #include "gemm/product.h"
+#include "layer/named_arguments.h"
 
 namespace te_torch::layer {
 
-// What a prologue reads; of the last three a norm alone has some.
+// What a prologue reads: x, and tensors of its own.
 struct PrologueInput {
   const Tensor& x;
-  const OptionalTensor& residual;
-  const OptionalTensor& gamma;
-  const OptionalTensor& beta;
+  OwnTensors tensors;
 };
 
 struct PrologueOutput {
   Operand operand;
   Tensor input;   // what the prologue read: x, or x + residual
-  Tensor output;  // of a norm, plain; an empty tensor where nobody asked for it
-  Tensor mean, rstd;
+  Tensor output;  // an output of the node beside y, in high precision (a norm's); empty where it is not wanted
+  OwnSaves saves;
 };
 
 // What the backward has of it.
 struct PrologueSaved {
-  const Tensor &input, &gamma, &beta, &mean, &rstd;
+  const Tensor& input;
   const Tensor& used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor
+  OwnTensors tensors;
 };
 
 // A gradient on its way back through a prologue.
 struct PrologueGradient {
   Tensor d_operand;  // undefined: none has arrived there
   Tensor d_input;    // what has arrived at the prologue's input from elsewhere: a residual's
-  bool wants_gamma = false, wants_beta = false, wants_input = true;
+  OwnWanted wanted;  // of the prologue's tensors
+  bool wants_input = true;
   // Whether the operand is recomputed on the way, and by which quantizer.
   bool wants_operand = false;
   const Quantizer* quantizer = nullptr;
@@ -46,7 +47,7 @@ struct PrologueGradient {
 struct PrologueBackward {
   Operand dx;
   Tensor dx_sums;  // of dx's columns, where they are wanted and dx was quantized
-  Tensor dgamma, dbeta;
+  OwnGradients gradients;
   Operand operand;  // recomputed, in the direction that a weight's gradient reads
 };
 
@@ -78,6 +79,10 @@ class TE_EXPORT Prologue {
 using ProloguePtr = std::shared_ptr<const Prologue>;
 
 TE_EXPORT ProloguePtr plain_prologue();
+// Names of a norm's tensors: arguments, then what it saves.
+namespace norm {
+enum Own : int { kResidual, kGamma, kBeta, kMean, kRstd };
+}
 TE_EXPORT ProloguePtr norm_prologue(double eps, bool rms, bool zero_centered_gamma);
 TE_EXPORT ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params);
 

@@ -28,11 +28,10 @@ class Activation final : public Prologue {
                                                      usage)},
               in.x,
               {},
-              {},
               {}};
     }
     const Tensor y = dispatch.call<activation_fwd>("te::activation_fwd", in.x, kind(), params());
-    return {operand_of(dispatch, quantizer, y, usage), in.x, {}, {}, {}};
+    return {operand_of(dispatch, quantizer, y, usage), in.x, {}, {}};
   }
 
   Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,

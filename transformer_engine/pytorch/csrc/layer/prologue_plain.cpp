@@ -16,7 +16,7 @@ class Plain final : public Prologue {
 
   PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
                          QuantizeUsage usage, bool) const override {
-    return {operand_of(dispatch, quantizer, in.x, usage), in.x, {}, {}, {}};
+    return {operand_of(dispatch, quantizer, in.x, usage), in.x, {}, {}};
   }
   Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,
                     const Quantizer* quantizer) const override {
@@ -24,7 +24,7 @@ class Plain final : public Prologue {
   }
   PrologueBackward backward(const DispatchMode&, const PrologueSaved&,
                             const PrologueGradient& gradient) const override {
-    return {{gradient.d_operand, {}}, {}, {}, {}, {}};
+    return {{gradient.d_operand, {}}, {}, {}, {}};
   }
 };
 

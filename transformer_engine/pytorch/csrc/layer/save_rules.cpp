@@ -18,9 +18,8 @@ Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, con
   return read.quantized() && values ? Operand{parameter, {}} : read;
 }
 
-at::TensorList list_of(const OptionalTensor& t) { return t.has_value() ? at::TensorList(*t) : at::TensorList(); }
-
-// A row of the table: `tensors` or `operands`, kept under a name (or reported as recomputed) if the condition holds.
+// A row of the table: tensors, operands, or what a prologue or an epilogue saves, kept under a name (or reported as
+// recomputed) if the condition holds.
 struct SaveRule {
   SavedName name;
   bool condition;
@@ -29,6 +28,7 @@ struct SaveRule {
   at::ArrayRef<Operand> operands;
   QuantizeUsage usage;  // directions of FP8 operands
   SavedInfo info;
+  at::ArrayRef<OwnSaved> own = {};
 };
 
 }  // namespace
@@ -53,15 +53,16 @@ void report_recomputed(const SaveContext& save, const Operand& operand, const Pr
 }
 
 void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSaves& saves, SaveFor save_for) {
-  const auto& [config, layer_idx, in, made, operand, gathered, weights, needs] = saves;
+  const auto& [config, layer_idx, in, made, epilogue, operand, gathered, weights, wanted] = saves;
   const ProductQuantization* q = config.quantization.get();
   const Prologue& prologue = *config.prologue;
   const bool rerun = save_for == SaveFor::kRecompute;  // the backward runs prologue and GEMM again first
-  const bool recompute = !rerun && needs.weight && config.operand == SaveMode::kRecompute;
-  const bool reads_input = !rerun && prologue.reads_input() && (needs.prologue || recompute);
+  const bool recompute = !rerun && wanted.weight && config.operand == SaveMode::kRecompute;
+  const bool through_prologue = !rerun && (wanted.operand || recompute);
   // The input that is recomputed, or kept in FP8, goes by another name; the operand made of it is not named again.
   const bool recomputed_input = layer_idx > 0 && config.input == SaveMode::kRecompute;
-  const bool input_elsewhere = recomputed_input || (layer_idx > 0 && config.input_in_fp8);
+  const bool keep_input = through_prologue && (prologue.reads_input() || recompute) && !recomputed_input &&
+                          !(layer_idx > 0 && config.input_in_fp8);
   const bool high_precision = reads_high_precision(q);
 
   std::vector<Tensor> used;
@@ -77,27 +78,35 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
 
   constexpr SaveMode kKeep = SaveMode::kSave;
   const SaveRule rules[] = {
-      {kInput, (reads_input || recompute) && !input_elsewhere, kKeep, made.input, {}, {}, prologue.input_info()},
+      {kInput, keep_input, kKeep, made.input, {}, {}, prologue.input_info()},
       {kInput, rerun, kKeep, made.input, {}, {}, kMlpInput},
-      {kSavedGamma, rerun, kKeep, list_of(in.prologue.gamma), {}, {}, kParameter},
-      {kSavedBeta, rerun, kKeep, list_of(in.prologue.beta), {}, {}, kParameter},
-      {kBias, rerun, kKeep, in.biases, {}, {}, kParameter},
+      {kSavedPrologue, rerun, kKeep, {}, {}, {}, {}, made.saves},
+      {kSavedEpilogue, rerun, kKeep, in.epilogue.list(kBias), {}, {}, kParameter},
+      {kSavedEpilogue,
+       rerun || wanted.operand || wanted.weight || wanted.epilogue.any(),
+       kKeep,
+       {},
+       {},
+       {},
+       {},
+       epilogue},
       {kUsedScales, rerun, kKeep, used, {}, {}, kScales},
-      {kWeight, rerun || needs.prologue, kKeep, {}, read_weights, rerun ? read_twice : read, parameter},
+      {kWeight, rerun || wanted.operand, kKeep, {}, read_weights, rerun ? read_twice : read, parameter},
       {kWeightValues, rerun, kKeep, {}, values, {}, parameter},
       {kOperand, recompute && !recomputed_input, SaveMode::kRecompute, {}, operand, {}, operand_info},
       {kUsedScales, recompute, kKeep, used, {}, {}, kScales},
       {kWholeOperand, !rerun && !recompute, kKeep, {}, gathered, read, saved_info(kGatheredInput, q)},
-      {kOperand, !rerun && !recompute && needs.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
-      {kSavedGamma, reads_input, kKeep, list_of(in.prologue.gamma), {}, {}, kParameter},
-      {kSavedBeta, reads_input && recompute, kKeep, list_of(in.prologue.beta), {}, {}, kParameter},
-      {kMean, reads_input, kKeep, made.mean, {}, {}, kStatistic},
-      {kRstd, reads_input, kKeep, made.rstd, {}, {}, kStatistic},
+      {kOperand, !rerun && !recompute && wanted.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
+      {kSavedPrologue, through_prologue, kKeep, {}, {}, {}, {}, made.saves},
   };
   for (const SaveRule& rule : rules) {
     if (!rule.condition) continue;
     const int name = saved_name(layer_idx, rule.name);
     for (const Tensor& tensor : rule.tensors) save.keep(name, tensor, rule.info);
+    for (const OwnSaved& own : rule.own) {
+      const bool reads = rerun ? own.is_argument : recompute || !own.recompute_reads;
+      if (reads) save.keep(name + own.own, own.tensor, *own.info);
+    }
     for (const Operand& one : rule.operands) {
       if (rule.mode == SaveMode::kRecompute) {
         report_recomputed(save, one, q, made.input, rule.info);

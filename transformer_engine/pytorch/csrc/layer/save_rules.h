@@ -10,11 +10,12 @@ struct LayerSaves {
   const LayerConfig& config;
   size_t layer_idx;
   const LayerInput& in;
-  const PrologueOutput& made;
+  const PrologueOutput& prologue;
+  const OwnSaves& epilogue;
   const Operand& operand;   // as the backward reads it
   const Operand& gathered;  // with all ranks' rows, where that is kept in place of the operand; else undefined
   at::ArrayRef<Operand> weights;
-  Needs needs;
+  const WantedGradients& wanted;
 };
 
 void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSaves& saves, SaveFor save_for);
