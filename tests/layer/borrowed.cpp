@@ -66,8 +66,8 @@ class TPComm final : public layer::TPComm {
     if (!gathers(pass)) return nullptr;
     return std::make_unique<Borrowing>(copied(mine.plain, mode == "kept" ? &lasting() : buffers), like);
   }
-  Operand whole(const DispatchMode&, layer::Pass pass, const Operand& mine, const Quantizer*, const layer::CommOp* done,
-                const Tensor&, ScopedBuffers* buffers) const override {
+  Operand gather_all(const DispatchMode&, layer::Pass pass, const Operand& mine, const Quantizer*,
+                     const layer::CommOp* done, const Tensor&, ScopedBuffers* buffers) const override {
     if (!gathers(pass)) return mine;
     return done != nullptr ? done->operand() : Operand{copied(mine.plain, buffers), {}};
   }

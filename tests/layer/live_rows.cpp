@@ -14,14 +14,14 @@ struct Family {
   struct State {};
   enum Saved { kInput, kOther };
 
-  template <class DispatchModeType>
+  template <class Mode>
   static variable_list forward(State&, SaveContext& save, const Tensor& x, const Tensor& counter, int64_t unit_rows) {
     const LiveRows live{counter, unit_rows};
     save.keep(kInput, x, kParameter, 0, &live);
     save.keep(kOther, x.clone(), kParameter);
     return {x.clone()};
   }
-  template <class DispatchModeType>
+  template <class Mode>
   static variable_list backward(const State&, const Wanted&, const NamedTensors&, const variable_list& grads) {
     return {grads[0]};
   }

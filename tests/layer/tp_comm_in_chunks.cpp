@@ -86,8 +86,8 @@ class TPComm final : public layer::TPComm {
     const bool refused = mine.plain.defined() && mine.plain.dim() == 0;  // by the GEMM, with its error
     return dispatch.direct() && !refused ? std::make_unique<InRuns>(mine, like) : nullptr;
   }
-  Operand whole(const DispatchMode&, layer::Pass, const Operand& mine, const Quantizer*, const layer::CommOp*,
-                const Tensor&, ScopedBuffers*) const override {
+  Operand gather_all(const DispatchMode&, layer::Pass, const Operand& mine, const Quantizer*, const layer::CommOp*,
+                     const Tensor&, ScopedBuffers*) const override {
     return mine;
   }
 };

@@ -1,4 +1,4 @@
-// gemm, binding: LibTorch's product, or the engine's with its workspace taken from ATen for each call.
+// Binding of gemm: the product of LibTorch, or that of the engine with a workspace from ATen for each call.
 #include "gemm/gemm.h"
 
 #include <ATen/Context.h>
@@ -63,7 +63,7 @@ Extents checked_extents(const Tensor& a, const Tensor& b, te_gemm_layout layout,
   return e;
 }
 
-// What an epilogue reads must be there, and nothing else: an ignored bias would be a silent error.
+// Refuses a missing argument of an epilogue, and one that it does not read: an ignored bias would be a silent error.
 void check_epilogue(const Tensor& a, const Extents& e, te_gemm_layout layout, te_gemm_epilogue epilogue,
                     std::string_view name, const OptionalTensor& bias, const OptionalTensor& aux,
                     at::ScalarType out_dtype) {
@@ -201,8 +201,8 @@ thread_local int64_t runs_of = 0;
 RunsOf::RunsOf(int64_t rows) : outer_(std::exchange(runs_of, rows)) {}
 RunsOf::~RunsOf() { runs_of = outer_; }
 
-bool runs_like_the_whole(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
-                         int64_t rows) {
+bool runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
+                     int64_t rows) {
   const Tensor left = rows_of(a), right = rows_of(b);  // as each run's are brought in
   te_gemm_problem p = problem_of(left, right, layout_of(layout), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE);
   if (bias.has_value()) p.bias = view_2d(*bias, "gemm", "bias");
@@ -238,7 +238,7 @@ void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like
 
 namespace {
 
-// into: where d is to be; undefined: anywhere. An extra that there is none of is undefined.
+// into: the memory of d; undefined: a new tensor. An extra that the epilogue does not have is undefined.
 std::tuple<Tensor, Tensor> gemm_at(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name,
                                    std::string_view epilogue_name, const OptionalTensor& bias_in,
                                    const OptionalTensor& aux_in, std::optional<at::ScalarType> out_dtype_in,
@@ -298,9 +298,9 @@ void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const 
   // The choice of an algorithm depends on d's alignment, and with it the bits.
   const bool aligned = reinterpret_cast<uintptr_t>(d.data_ptr()) % 16 == 0;
   const std::string_view epilogue = bias.has_value() ? "bias" : "none";
-  const Tensor made =
+  const Tensor result =
       std::get<0>(gemm_at(a, b, layout, epilogue, bias, std::nullopt, d.scalar_type(), aligned ? d : Tensor()));
-  if (!made.is_same(d)) d.copy_(made);
+  if (!result.is_same(d)) d.copy_(result);
 }
 
 Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name, Tensor& out,
@@ -342,10 +342,9 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   return extra;
 }
 
-TE_OP_REGISTRATION(gemm, faces) {
-  faces
-      .op("gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
-          "(Tensor, Tensor)")
+TE_OP_REGISTRATION(gemm, ops) {
+  ops.op("gemm(Tensor a, Tensor b, str layout, str epilogue, Tensor? bias, Tensor? aux, ScalarType? out_dtype) -> "
+         "(Tensor, Tensor)")
       .kernel(gemm)
       .meta(gemm_meta)
       .python([](const Tensor& a, const Tensor& b, const std::string& layout, const std::string& epilogue,
@@ -356,7 +355,7 @@ TE_OP_REGISTRATION(gemm, faces) {
         }
         return gemm(a, b, layout, epilogue, bias, aux, dtype);
       });
-  faces.op("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad, bool overwrite) -> Tensor")
+  ops.op("gemm_accumulate(Tensor a, Tensor b, str layout, Tensor(a!) out, bool bias_grad, bool overwrite) -> Tensor")
       .kernel(gemm_accumulate)
       .meta(gemm_accumulate_meta)
       .python(

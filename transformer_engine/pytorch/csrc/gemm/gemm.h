@@ -1,4 +1,4 @@
-// gemm, kernel wrappers that other bindings call. Who computes is gemm_path's word.
+// Kernel wrappers of gemm that other bindings call. gemm_path.h selects the implementation.
 #pragma once
 
 #include <transformer_engine/gemm.h>
@@ -22,8 +22,8 @@ void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const 
 Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout, Tensor& out, bool bias_grad,
                        bool overwrite);
 
-// While it lives, this thread's products are runs of rows of one of `rows`: by its algorithm, so that an element has
-// the bits that it has there. runs_like_the_whole: whether cuBLASLt has that for such products with `rows` rows of b.
+// While it lives, the GEMMs of this thread compute chunks of a GEMM over `rows` rows: they use its algorithm, so that
+// an element has the same bits. runs_match_full: whether cuBLASLt has such an algorithm, with `rows` rows of b.
 class RunsOf {
  public:
   explicit RunsOf(int64_t rows);
@@ -34,11 +34,11 @@ class RunsOf {
  private:
   int64_t outer_;
 };
-bool runs_like_the_whole(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
-                         int64_t rows);
+bool runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
+                     int64_t rows);
 
-// While it lives, this thread's products on one stream, which run one behind the other, share a workspace: hundreds of
-// small ones would spend their time on taking and giving back theirs.
+// While it lives, the GEMMs of this thread on one stream share a workspace: hundreds of small ones would spend their
+// time on allocation.
 class OneWorkspace {
  public:
   OneWorkspace();

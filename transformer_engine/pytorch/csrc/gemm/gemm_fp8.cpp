@@ -1,6 +1,5 @@
-// gemm_fp8, binding: products of FP8 matrices of any shape. cuBLASLt takes multiples of 16, so operands whose memory
-// reaches that far are handed over as they are, others as zero-padded copies; what is beyond the shape is cut off
-// again.
+// Binding of gemm_fp8: products of FP8 matrices of any shape. cuBLASLt needs multiples of 16: operands whose memory
+// reaches that far are passed as they are, others as zero-padded copies, and the result is cut to its shape.
 #include "gemm/gemm_fp8.h"
 
 #include <ATen/ops/add.h>
@@ -22,7 +21,7 @@ Int rounded_up(Int n, int64_t to) {
   return (n + (to - 1)) / to * to;
 }
 
-// One operand: data [outer, depth] and what its code says.
+// One operand: data [outer, depth], and the format of its code.
 struct Operand {
   const Tensor& data;
   const Tensor& scale_inv;
@@ -71,7 +70,7 @@ void check_fit(const Operand& a, const Operand& b, at::ScalarType out_dtype) {
                     "gemm_fp8: argument 'out_dtype' is ", out_dtype, ", wanted Float, Half or BFloat16.");
 }
 
-// What no FP8 product here does, refused on the CPU too. Not by Meta, whose NotImplementedError fake tensors take for a
+// Refuses what no FP8 product supports, on the CPU too. Not in Meta, whose NotImplementedError fake tensors take for a
 // missing kernel: a compiled call is refused when it runs.
 void check_pair(const Operand& a, const Operand& b, bool fast) {
   a.check_memory("a");
@@ -79,12 +78,12 @@ void check_pair(const Operand& a, const Operand& b, bool fast) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(a.e5m2 && b.e5m2),
                               "gemm_fp8: arguments 'a' and 'b' are both E5M2; at most one may be, quantize the other "
                               "to E4M3.");
-  const bool whole = a.scaling == TE_SCALING_TENSOR;
+  const bool per_tensor = a.scaling == TE_SCALING_TENSOR;
   const bool squares = a.scaling == TE_SCALING_BLOCK_2D && b.scaling == TE_SCALING_BLOCK_2D;
-  TORCH_CHECK_NOT_IMPLEMENTED(whole == (b.scaling == TE_SCALING_TENSOR) && !squares,
+  TORCH_CHECK_NOT_IMPLEMENTED(per_tensor == (b.scaling == TE_SCALING_TENSOR) && !squares,
                               "gemm_fp8: arguments 'a' and 'b' have ", a.name(), " and ", b.name(),
                               " scales; per-tensor goes with per-tensor, 1 x 128 with 1 x 128 or 128 x 128.");
-  TORCH_CHECK_NOT_IMPLEMENTED(whole || !fast, "gemm_fp8: argument 'fast' is True with ", a.name(),
+  TORCH_CHECK_NOT_IMPLEMENTED(per_tensor || !fast, "gemm_fp8: argument 'fast' is True with ", a.name(),
                               " scales; fast accumulation is for per-tensor ones.");
 }
 
@@ -198,14 +197,14 @@ Tensor padded_bias(const Tensor& bias, int64_t cols) {
   return wide;
 }
 
-// into: where the result may be, if that takes it; undefined: anywhere.
+// into: memory for the result, used if it fits; undefined: a new tensor.
 Tensor product_by_engine(const GemmPath& path, const Operand& a, const Operand& b, at::ScalarType out_dtype,
                          const OptionalTensor& bias, bool fast, const Tensor& into) {
   const int64_t rows = b.data.size(0), cols = a.data.size(0);
   const Padded left(a), right(b);
-  const bool there = into.defined() && right.data.rows == rows && left.data.rows == cols &&
-                     reinterpret_cast<uintptr_t>(into.data_ptr()) % 16 == 0;
-  const Tensor d = there ? into : at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
+  const bool fits_into = into.defined() && right.data.rows == rows && left.data.rows == cols &&
+                         reinterpret_cast<uintptr_t>(into.data_ptr()) % 16 == 0;
+  const Tensor d = fits_into ? into : at::empty({right.data.rows, left.data.rows}, a.data.options().dtype(out_dtype));
   te_gemm_problem p = problem_of(left, a, right, b, fast);
   p.d = view_2d(d, "gemm_fp8", "d");
   Tensor wide_bias;
@@ -284,12 +283,12 @@ void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bo
   check_fit(left, right, d.scalar_type());
   check_pair(left, right, fast);
   check_bias(left, bias);
-  const Tensor made = product(left, right, d.scalar_type(), bias, fast, d);
-  if (!made.is_same(d)) d.copy_(made);
+  const Tensor result = product(left, right, d.scalar_type(), bias, fast, d);
+  if (!result.is_same(d)) d.copy_(result);
 }
 
-bool fp8_runs_like_the_whole(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
-                             const OptionalTensor& bias, bool fast, int64_t rows) {
+bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
+                         const OptionalTensor& bias, bool fast, int64_t rows) {
   const Fp8Operand l(a, a_columnwise, "a"), r(b, false, "b");
   const Operand left(l.data, l.scale_inv, l.code, "a"), right(r.data, r.scale_inv, r.code, "b");
   const GemmPath path =
@@ -339,10 +338,9 @@ void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t 
   note_written(out);
 }
 
-TE_OP_REGISTRATION(gemm_fp8, faces) {
-  faces
-      .op("gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
-          "out_dtype, Tensor? bias, bool fast) -> Tensor")
+TE_OP_REGISTRATION(gemm_fp8, ops) {
+  ops.op("gemm_fp8(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, ScalarType "
+         "out_dtype, Tensor? bias, bool fast) -> Tensor")
       .kernel(gemm_fp8_op)
       .meta(gemm_fp8_meta)
       .python(
@@ -356,9 +354,8 @@ TE_OP_REGISTRATION(gemm_fp8, faces) {
           },
           pybind11::arg("a"), pybind11::arg("a_columnwise"), pybind11::arg("b"), pybind11::arg("b_columnwise"),
           pybind11::arg("out_dtype"), pybind11::arg("bias") = pybind11::none(), pybind11::arg("fast") = false);
-  faces
-      .op("gemm_fp8_accumulate(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, "
-          "Tensor(a!) out, bool overwrite, bool fast) -> ()")
+  ops.op("gemm_fp8_accumulate(Tensor a, Tensor a_scale_inv, int a_code, Tensor b, Tensor b_scale_inv, int b_code, "
+         "Tensor(a!) out, bool overwrite, bool fast) -> ()")
       .kernel(gemm_fp8_accumulate_op)
       .meta(gemm_fp8_accumulate_meta)
       .python(

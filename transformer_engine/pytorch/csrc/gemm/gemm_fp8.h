@@ -1,5 +1,5 @@
-// gemm_fp8, kernel wrappers that other bindings call: products of FP8 matrices of any shape. LibTorch's own, on the
-// CPU, are of widened operands.
+// Kernel wrappers of gemm_fp8 that other bindings call: products of FP8 matrices of any shape. LibTorch, on the CPU,
+// multiplies widened operands.
 #pragma once
 
 #include "core/common.h"
@@ -38,28 +38,28 @@ struct Fp8Operand {
   }
 };
 
-template <class DispatchMode = Direct>
+template <class Mode = Direct>
 Tensor gemm_fp8(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, at::ScalarType out_dtype,
                 const OptionalTensor& bias, bool fast) {
   const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-  return DispatchMode::template call<gemm_fp8_op>("te::gemm_fp8", left.data, left.scale_inv, left.code, right.data,
-                                                  right.scale_inv, right.code, out_dtype, bias, fast);
+  return Mode::template call<gemm_fp8_op>("te::gemm_fp8", left.data, left.scale_inv, left.code, right.data,
+                                          right.scale_inv, right.code, out_dtype, bias, fast);
 }
 
 // The same into d, [b's outer, a's outer], contiguous; the bits are those of a fresh one.
 void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, const Tensor& d,
                    const OptionalTensor& bias, bool fast);
 
-// Whether cuBLASLt gives runs of the `rows` rows of such a product, in multiples of 16, the bits of the whole (RunsOf).
-bool fp8_runs_like_the_whole(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
-                             const OptionalTensor& bias, bool fast, int64_t rows);
+// Whether cuBLASLt gives chunks of the `rows` rows, in multiples of 16, the bits of the GEMM over all rows (RunsOf).
+bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
+                         const OptionalTensor& bias, bool fast, int64_t rows);
 
-template <class DispatchMode = Direct>
+template <class Mode = Direct>
 void gemm_fp8_accumulate(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor& out,
                          bool overwrite, bool fast) {
   const Fp8Operand left(a, a_columnwise, "a"), right(b, b_columnwise, "b");
-  DispatchMode::template call<gemm_fp8_accumulate_op>("te::gemm_fp8_accumulate", left.data, left.scale_inv, left.code,
-                                                      right.data, right.scale_inv, right.code, out, overwrite, fast);
+  Mode::template call<gemm_fp8_accumulate_op>("te::gemm_fp8_accumulate", left.data, left.scale_inv, left.code,
+                                              right.data, right.scale_inv, right.code, out, overwrite, fast);
 }
 
 }  // namespace te_torch

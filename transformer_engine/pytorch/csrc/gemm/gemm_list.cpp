@@ -11,7 +11,7 @@ namespace te_torch {
 
 namespace {
 
-// Matrices whose memory is what they say, row behind row.
+// Whether the matrix is strided, in memory of its own dtype and device, and not empty.
 bool is_plain(const Tensor& t, const Tensor& like) {
   return t.dim() == 2 && t.layout() == at::kStrided && t.scalar_type() == like.scalar_type() &&
          t.device() == like.device() && !t.is_neg() && t.numel() > 0 && t.storage().nbytes() != 0;
@@ -32,11 +32,12 @@ bool on_16_bytes(const Tensor& t) {
 }
 
 // As view_2d() of these rows alone.
-te_tensor piece(const te_tensor& whole, int64_t element_bytes, const Rows& rows) {
-  te_tensor part = whole;
+te_tensor piece(const te_tensor& matrix, int64_t element_bytes, const Rows& rows) {
+  te_tensor part = matrix;
   part.rows = rows.count;
-  part.row_pitch = rows.count > 1 ? whole.row_pitch : whole.cols;
-  part.data = rows.count == 0 ? nullptr : static_cast<char*>(whole.data) + rows.first * whole.row_pitch * element_bytes;
+  part.row_pitch = rows.count > 1 ? matrix.row_pitch : matrix.cols;
+  part.data =
+      rows.count == 0 ? nullptr : static_cast<char*>(matrix.data) + rows.first * matrix.row_pitch * element_bytes;
   return part;
 }
 
@@ -63,15 +64,15 @@ std::vector<int64_t> counts_of(at::ArrayRef<Rows> groups) {
   return counts;
 }
 
-// Who computes the groups of a list: one grouped kernel all but those that `each` marks, which te_gemm computes behind
-// it, since it adds their elements up in parts; or te_gemm, where that is most of them, or list_refuses().
-struct Plan {
+// How the groups of a list are computed: one grouped kernel computes all but those that `each` marks; te_gemm computes
+// these after it, since it sums their elements in parts. te_gemm computes all if those are most, or if list_refuses().
+struct ListGemmSplit {
   bool grouped = false;
   const char* why;  // not grouped
   std::vector<uint8_t> each;
 
   // like: the product of any group.
-  Plan(const GemmList& list, const te_gemm_problem& like, bool along_depth, const std::vector<int64_t>& counts)
+  ListGemmSplit(const GemmList& list, const te_gemm_problem& like, bool along_depth, const std::vector<int64_t>& counts)
       : why(list_refuses(list)) {
     if (why != nullptr) return;
     why = "cuBLASLt adds most of the groups' products up in parts, which rounds otherwise";
@@ -116,10 +117,10 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
     list.groups += count > 0;
     list.tiles += result_tiles(count, cols);
   }
-  const Plan plan(list, p, false, counts);
+  const ListGemmSplit plan(list, p, false, counts);
   const GemmPath path =
       gemm_path({rows.is_cpu(), rows.scalar_type(), rows.scalar_type(), false, epilogue, rows.scalar_type()});
-  // A recording wants each product by its name.
+  // A recording names each product.
   if (!plan.grouped && (probe::active() || !is_ours(path))) {
     why = plan.why;
     return false;
@@ -177,7 +178,7 @@ struct ListTargets {
       list.groups += groups[g].count > 0;
       list.tiles += groups[g].count > 0 ? result_tiles(out.size(0), out.size(1)) : 0;
     }
-    std::sort(starts.begin(), starts.end());  // of two groups with one buffer, one comes behind the other
+    std::sort(starts.begin(), starts.end());  // two groups with one buffer run one after the other
     list.readable = list.readable && std::adjacent_find(starts.begin(), starts.end()) == starts.end();
   }
 };
@@ -218,23 +219,23 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
   if (!wanted.outs.empty()) p.d = view_2d(wanted.outs[0], "gemm", "out");
   GemmList list = wanted.list;
   list.readable = list.readable && sums.empty();  // sums are the epilogue's
-  const Plan plan(list, p, true, wanted.counts);
+  const ListGemmSplit plan(list, p, true, wanted.counts);
   if (!plan.grouped && (probe::active() || !ours)) {
     why = plan.why;
     return false;
   }
   if (plan.grouped) {
     const probe::PathReason because(kListAtOnce);
-    std::vector<int64_t> how;
+    std::vector<int64_t> modes;
     std::vector<Tensor> results;
     for (size_t g = 0; g < groups.size(); ++g) {
-      const bool here = outs[g].defined() && !plan.leaves(g);
-      how.push_back(!here ? -1 : wanted.add ? 0 : 1);
-      if (here) results.push_back(outs[g]);
+      const bool grouped = outs[g].defined() && !plan.leaves(g);
+      modes.push_back(!grouped ? -1 : wanted.add ? 0 : 1);
+      if (grouped) results.push_back(outs[g]);
     }
     Direct::call<grouped_wgrad_accumulate>("te::grouped_wgrad_accumulate", dy, x,
                                            grouped_offsets_of(counts_of(groups), x), at::TensorList(results),
-                                           at::ArrayRef<int64_t>(how));
+                                           at::ArrayRef<int64_t>(modes));
   }
   const OneWorkspace for_all;
   for (size_t g = 0; g < groups.size(); ++g) {

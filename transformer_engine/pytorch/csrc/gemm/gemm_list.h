@@ -1,9 +1,10 @@
-// gemm_list: products of groups of rows that the host knows: one te_gemm behind the other, with operands and results by
-// their addresses, no tensor for a group; or one grouped kernel for all of them, where groups are small (list_refuses)
-// and te_gemm would add their elements up in one pass too, for those are the same bits; the others follow one by one.
-// Bits are those of gemm_into(), gemm() and gemm_accumulate() of each group's rows. What is not as plain as this wants
-// gets `false`, before anything is computed, and is theirs to compute, or to refuse by name; `why` is then why no
-// grouped kernel does, if that is all.
+// GEMMs of groups of rows whose sizes the host knows.
+// - Groups are passed by address, without a tensor for each, to one te_gemm after the other; or to one grouped kernel,
+// if
+//   groups are small (list_refuses) and te_gemm would sum their elements in one pass, to the same bits.
+// - The bits are those of gemm_into(), gemm() and gemm_accumulate() of the rows of each group.
+// - Both functions return false before anything is computed if a tensor does not fit; the caller uses those functions
+//   then, and `why` is the reason why no grouped kernel runs.
 #pragma once
 
 #include "gemm/product.h"

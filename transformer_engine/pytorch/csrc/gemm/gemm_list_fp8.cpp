@@ -1,4 +1,4 @@
-// See gemm_list_fp8.h. Nothing is computed, and no memory is looked at: te_gemm is asked about shapes.
+// See gemm_list_fp8.h. Nothing is computed and no memory is read: te_gemm decides by shapes.
 #include "gemm/gemm_list_fp8.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace te_torch {
 
 namespace {
 
-// An address that is on 16 bytes and belongs to nobody.
+// An aligned address that is never read.
 void* somewhere() { return reinterpret_cast<void*>(uintptr_t(16)); }
 
 te_tensor dense(int64_t rows, int64_t cols, te_dtype dtype, int32_t device) {
@@ -57,7 +57,7 @@ bool any(const std::vector<uint8_t>& marks) { return std::find(marks.begin(), ma
 
 }  // namespace
 
-BlockPlan blocks_by_list(const BlockList& l) {
+ListGemms blocks_by_list(const BlockList& l) {
   constexpr int64_t kStep = 16;  // te_gemm's: other sizes are padded to it
   const ProductQuantization& q = l.quantization;
   const int32_t device = l.device.is_cpu() ? TE_DEVICE_CPU : int32_t(l.device.index());
@@ -97,7 +97,7 @@ BlockPlan blocks_by_list(const BlockList& l) {
     wgrad.accumulate = add;
     if (any(splits_of(wgrad, true, counts))) return {};
   }
-  BlockPlan plan{true, splits_of(fprop, false, counts), splits_of(dgrad, false, counts)};
+  ListGemms plan{true, splits_of(fprop, false, counts), splits_of(dgrad, false, counts)};
   for (std::vector<uint8_t>* each : {&plan.fprop, &plan.dgrad}) leave_groups(counts, *each);
   return plan;
 }

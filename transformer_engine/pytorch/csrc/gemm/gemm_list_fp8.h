@@ -1,5 +1,4 @@
-// gemm_list_fp8: whether the FP8 products of a list of groups may be those of grouped kernels, to the bits of te_gemm's
-// of each group.
+// Decides whether grouped kernels may compute the FP8 GEMMs of a list of groups, to the bits of te_gemm of each group.
 #pragma once
 
 #include "gemm/product.h"
@@ -16,12 +15,12 @@ struct BlockList {
   at::ArrayRef<int64_t> splits;
 };
 
-// at_once: all three products of it, in blocks: groups are small (list_refuses), and te_gemm adds up the elements of
-// all weight gradients in one pass. Of the others, which groups it does not: these are left to it.
-struct BlockPlan {
+// at_once: grouped kernels compute all three GEMMs in blocks, since groups are small (list_refuses) and te_gemm sums
+// the elements of all weight gradients in one pass. fprop, dgrad: mark the groups that are left to te_gemm.
+struct ListGemms {
   bool at_once = false;
   std::vector<uint8_t> fprop, dgrad;
 };
-BlockPlan blocks_by_list(const BlockList& list);
+ListGemms blocks_by_list(const BlockList& list);
 
 }  // namespace te_torch

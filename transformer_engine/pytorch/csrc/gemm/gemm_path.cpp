@@ -1,5 +1,5 @@
-// See gemm_path.h. set_cpu_products(), which the decision reads, is for tests, and for whoever wants a CPU's bits not
-// to depend on the size of the batch and has the time.
+// See gemm_path.h. set_cpu_products(), which the decision reads, is for tests, and for users who need bits on a CPU
+// that do not depend on the size of the batch, and have the time.
 #include "gemm/gemm_path.h"
 
 #include <torch/csrc/Exceptions.h>

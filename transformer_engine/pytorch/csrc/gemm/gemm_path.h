@@ -1,6 +1,6 @@
-// gemm_path: who computes a product, and why nobody faster: the one place where that is decided. Every product of the
-// extension asks here and obeys, te.explain shows the word. It computes nothing. A new member is a value of GemmBy, its
-// rule in gemm_path() and its case in run_gemm().
+// gemm_path selects the implementation of each GEMM, and gives the reason why none is faster, which te.explain shows.
+// - Every GEMM of the extension uses it. It computes nothing.
+// - A new implementation is a value of GemmBy, its rule in gemm_path() and its case in run_gemm().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 namespace te_torch {
 
 enum class GemmBy : uint8_t {
-  kNobody,    // there is nothing to multiply, and zeros are all that is wanted
+  kNobody,    // nothing to multiply: the result is zeros
   kLibTorch,  // the CPU's usual one; fast, with bits that depend on threads and on how many rows there are
   kCpuLoop,   // te_gemm_by_loop
   kCublasLt,  // te_gemm on CUDA, which chooses the algorithm and says which
@@ -31,9 +31,9 @@ struct GemmCall {
 
 struct GemmPath {
   GemmBy by;
-  // Bias, bias gradient, or what brings the product into the caller's memory: done by LibTorch beside the product.
+  // LibTorch adds the bias, computes its gradient or copies the result into the caller's memory, beside the GEMM.
   bool apart;
-  const char* name;  // nullptr where the member says more than who it is
+  const char* name;  // nullptr: the implementation reports more than its name
   const char* why_not_faster;
 
   void note() const {
@@ -43,19 +43,19 @@ struct GemmPath {
 
 GemmPath gemm_path(const GemmCall& call);
 
-// All that the decision about the products of a list of groups of rows depends on, whose sizes the host knows.
+// All that the decision about a list of groups, whose sizes the host knows, depends on.
 struct GemmList {
   int32_t device;  // TE_DEVICE_CPU, or a CUDA ordinal
-  bool readable;   // the grouped kernels read and write its matrices, and te_gemm's choices are not being looked at
+  bool readable;   // the grouped kernels can read and write its matrices, and te_gemm is not being tuned
   int64_t groups;  // that have rows
   int64_t tiles;   // of results, of all of them together
 };
 inline int64_t result_tiles(int64_t rows, int64_t cols) { return (rows + 127) / 128 * ((cols + 255) / 256); }
 
-// Null: the grouped kernel may compute the list at once. Else why each group's product is computed for itself.
+// Null: the grouped kernel may compute the list at once. Else the reason for one GEMM a group.
 const char* list_refuses(const GemmList& list);
 
-// Said by te.explain of the launches that do.
+// The reason that te.explain shows for such launches.
 inline constexpr const char* kListAtOnce = "a list of small groups: one launch for all";
 
 // Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.

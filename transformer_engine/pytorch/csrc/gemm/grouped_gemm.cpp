@@ -1,4 +1,4 @@
-// See grouped_gemm.h. The CPU's are linear_core's, group by group; CUDA's are one launch each.
+// See grouped_gemm.h. The CPU computes group by group with linear_core; CUDA launches one kernel a GEMM.
 #include "gemm/grouped_gemm.h"
 
 #include <ATen/ops/empty.h>
@@ -176,9 +176,9 @@ Tensor grouped_sums_meta(const Tensor& dy, const Tensor& offsets, bool) {
   return dy.new_empty_symint({offsets.sym_size(0) - 1, dy.sym_size(1)});
 }
 void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
-                                   at::ArrayRef<int64_t> how) {
+                                   at::ArrayRef<int64_t> modes) {
   check_gradient(dy, x, offsets);
-  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, groups_of(offsets));
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, modes, groups_of(offsets));
 }
 
 }  // namespace
@@ -283,11 +283,11 @@ Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized) 
 }
 
 void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
-                              at::ArrayRef<int64_t> how) {
+                              at::ArrayRef<int64_t> modes) {
   check_gradient(dy, x, offsets);
-  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, groups_of(offsets));
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, modes, groups_of(offsets));
   const c10::NoGradGuard no_graph;
-  const Targets targets(outs, how);
+  const Targets targets(outs, modes);
   if (!x.is_cpu()) {
     check_apart(outs);
     weights_by_kernel(dy, x, offsets, views_of_results(targets.results), targets.accumulate);
@@ -295,36 +295,36 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
     return;
   }
   const HostOffsets host(offsets);
-  for (size_t g = 0; g < how.size(); ++g) {
+  for (size_t g = 0; g < modes.size(); ++g) {
     Tensor out = targets.results[g];
-    if (out.defined()) gemm_accumulate(host.rows(x, g), host.rows(dy, g), "NT", out, false, how[g] == 1);
+    if (out.defined()) gemm_accumulate(host.rows(x, g), host.rows(dy, g), "NT", out, false, modes[g] == 1);
   }
 }
 
-TE_OP_REGISTRATION(grouped_gemm, faces) {
-  faces.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
+TE_OP_REGISTRATION(grouped_gemm, ops) {
+  ops.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
       .kernel(grouped_offsets)
       .meta(grouped_offsets_meta)
       .python([](const Tensor& splits, const Tensor& x) {
         if (must_dispatch({&splits, &x})) return Dispatched::call<grouped_offsets>("te::grouped_offsets", splits, x);
         return grouped_offsets(splits, x);
       });
-  faces.op("grouped_fprop(Tensor x, Tensor[] weights, Tensor[] biases, Tensor offsets) -> Tensor")
+  ops.op("grouped_fprop(Tensor x, Tensor[] weights, Tensor[] biases, Tensor offsets) -> Tensor")
       .kernel(grouped_fprop)
       .meta(grouped_fprop_meta);
-  faces.op("grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor")
+  ops.op("grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor")
       .kernel(grouped_dgrad)
       .meta(grouped_dgrad_meta);
-  faces.op("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]")
+  ops.op("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]")
       .kernel(grouped_wgrad)
       .meta(grouped_wgrad_meta);
-  faces.op("grouped_sums(Tensor dy, Tensor offsets, bool as_quantized) -> Tensor")
+  ops.op("grouped_sums(Tensor dy, Tensor offsets, bool as_quantized) -> Tensor")
       .kernel(grouped_sums)
       .meta(grouped_sums_meta);
-  faces.op("grouped_wgrad_accumulate(Tensor dy, Tensor x, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
+  ops.op("grouped_wgrad_accumulate(Tensor dy, Tensor x, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
       .kernel(grouped_wgrad_accumulate)
       .meta(grouped_wgrad_accumulate_meta);
-  faces.python("split_counters", split_counters);
+  ops.python("split_counters", split_counters);
 }
 
 }  // namespace te_torch

@@ -1,6 +1,7 @@
-// gemm_grouped, kernel wrappers that other bindings call: products of rows in groups, one weight a group, where only
-// the device knows how many rows a group has (transformer_engine/grouped_gemm.h). On the CPU they are the products of
-// each group alone. Rows behind the last group belong to nobody: zeros in new results.
+// Kernel wrappers of grouped_gemm that other bindings call: GEMMs of rows in groups, one weight a group, where only the
+// device knows how many rows a group has (transformer_engine/grouped_gemm.h).
+// - On the CPU they are one GEMM a group.
+// - Rows after the last group belong to no group: zeros in new results.
 #pragma once
 
 #include "core/common.h"
@@ -14,15 +15,15 @@ Tensor grouped_offsets(const Tensor& splits, const Tensor& x);
 // The same where the host knows the splits, which add up to fewer than 2^31 rows; on like's device, without a copy.
 Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
 
-// uint32 [2] on a device: negative splits and cut rows since the process began, or since somebody zeroed it. Made where
-// it is first asked for.
+// uint32 [2] on a device: negative splits and cut rows since the process began, or since it was zeroed. Made on
+// first use.
 Tensor split_counters(const at::Device& device);
 
 // y [rows, N] = x [rows, K] weights[g]^T (+ biases[g]).
 Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets);
 // dx [rows, K] = dy [rows, N] weights[g].
 Tensor grouped_dgrad(const Tensor& dy, at::TensorList weights, const Tensor& offsets);
-// The same into `out`, contiguous, whose rows of nobody stay.
+// The same into `out`, contiguous; its rows of no group stay as they are.
 void grouped_fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
                         const Tensor& out);
 void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out);
@@ -32,10 +33,10 @@ std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tenso
 // The same as new_matrices() makes them: results of a registered op have each memory of their own.
 std::vector<Tensor> grouped_wgrad_together(const Tensor& dy, const Tensor& x, const Tensor& offsets);
 // Of each group the column sums of dy: [groups, N]. as_quantized: in the order in which a quantizer of each group's
-// rows sums them (on CUDA there is one order alone).
+// rows sums them (CUDA has one order).
 Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized);
-// dy^T x into one of `outs` for each group whose number in `how` is 0 (+=) or 1 (=); -1 has none.
+// dy^T x into one of `outs` for each group whose mode is 0 (+=) or 1 (=); -1: the group has none.
 void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& offsets, at::TensorList outs,
-                              at::ArrayRef<int64_t> how);
+                              at::ArrayRef<int64_t> modes);
 
 }  // namespace te_torch

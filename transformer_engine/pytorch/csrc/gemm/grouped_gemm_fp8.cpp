@@ -1,5 +1,5 @@
-// See grouped_gemm_fp8.h. What the CPU rounds as a product of each group alone does is rounded here: biases that the
-// engine does not add, and what is added to.
+// See grouped_gemm_fp8.h. This file adds biases that the engine does not add, and adds to targets, with the roundings
+// of one GEMM a group.
 #include "gemm/grouped_gemm_fp8.h"
 
 #include <ATen/ops/empty.h>
@@ -69,10 +69,10 @@ struct RowsCall {
                       ": arguments 'weights' and 'weights_scale_inv' have ", weights.size(), " and ",
                       weights_scale_inv.size(), " tensors, wanted one for each group.");
     check_offsets(offsets, rows, weights.size());
-    const bool whole = code.scaling == TE_SCALING_TENSOR;
+    const bool per_tensor = code.scaling == TE_SCALING_TENSOR;
     const auto [down, along] = te::scale_shape(code.scaling, rows.sym_size(0), rows.sym_size(1));
-    check_scales(scale_inv, rows, argument(), whole ? c10::SymInt(1) : down,
-                 whole ? c10::SymInt(int64_t(weights.size())) : along);
+    check_scales(scale_inv, rows, argument(), per_tensor ? c10::SymInt(1) : down,
+                 per_tensor ? c10::SymInt(int64_t(weights.size())) : along);
     for (size_t g = 0; g < weights.size(); ++g) check_weight(weights[g], weights_scale_inv[g]);
     check_biases();
   }
@@ -116,7 +116,7 @@ void add_biases(const Tensor& d, at::TensorList biases, const Tensor& offsets) {
 
 void run_rows(const RowsCall& call, const Tensor& out, bool zero_tail) {
   const c10::NoGradGuard no_graph;
-  // The engine adds biases of bfloat16, of float16 beside float16; the CPU does others behind the product.
+  // The engine adds biases of bfloat16, of float16 beside float16; the CPU adds others after the GEMM.
   const at::ScalarType added = out.scalar_type() == at::kHalf ? at::kHalf : at::kBFloat16;
   const bool apart = out.is_cpu() && !call.biases.empty() && call.biases[0].scalar_type() != added;
   const Tensor d = apart ? at::empty(out.sizes(), out.options().dtype(at::kFloat)) : out;
@@ -193,9 +193,9 @@ struct PanelsCall {
  private:
   void check_panels(const Tensor& panels, const Tensor& scales, const char* argument) const {
     check_bytes(panels, 3, argument);
-    const bool whole = x_code.scaling == TE_SCALING_TENSOR;
-    check_scales(scales, panels, argument, whole ? c10::SymInt(1) : panels.sym_size(0),
-                 whole ? c10::SymInt(int64_t(groups())) : (panels.sym_size(1) + 3) / 4 * 4);
+    const bool per_tensor = x_code.scaling == TE_SCALING_TENSOR;
+    check_scales(scales, panels, argument, per_tensor ? c10::SymInt(1) : panels.sym_size(0),
+                 per_tensor ? c10::SymInt(int64_t(groups())) : (panels.sym_size(1) + 3) / 4 * 4);
   }
 };
 
@@ -249,9 +249,9 @@ std::vector<Tensor> grouped_fp8_wgrad_meta(const Tensor& dy, const Tensor& dy_sc
 
 void grouped_fp8_wgrad_accumulate_meta(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                        const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
-                                       at::TensorList outs, at::ArrayRef<int64_t> how) {
+                                       at::TensorList outs, at::ArrayRef<int64_t> modes) {
   const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
-  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, call.groups());
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, modes, call.groups());
 }
 
 Tensor grouped_fp8_fprop_meta(const Tensor& x, const Tensor& x_scale_inv, int64_t x_code, at::TensorList weights,
@@ -311,10 +311,10 @@ std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& d
 
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,
-                                  at::ArrayRef<int64_t> how) {
+                                  at::ArrayRef<int64_t> modes) {
   const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
-  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, how, call.groups());
-  const Targets targets(outs, how);
+  check_targets(x, dy.sym_size(1), x.sym_size(1), outs, modes, call.groups());
+  const Targets targets(outs, modes);
   if (!x.is_cpu()) {
     check_apart(outs);
     run_panels(call, targets.results, targets.accumulate.data());
@@ -324,31 +324,27 @@ void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, 
   const c10::NoGradGuard no_graph;
   // A sum of its own, as a product of each group adds it.
   const std::vector<Tensor> all = filled(call, new_results(call, at::kFloat));
-  for (size_t g = 0; g < how.size(); ++g) {
-    if (how[g] == 0) targets.results[g].add_(all[g]);
-    if (how[g] > 0) targets.results[g].copy_(all[g]);
+  for (size_t g = 0; g < modes.size(); ++g) {
+    if (modes[g] == 0) targets.results[g].add_(all[g]);
+    if (modes[g] > 0) targets.results[g].copy_(all[g]);
   }
 }
 
-TE_OP_REGISTRATION(grouped_gemm_fp8, faces) {
-  faces
-      .op("grouped_fp8_fprop(Tensor x, Tensor x_scale_inv, int x_code, Tensor[] weights, Tensor[] weights_scale_inv, "
-          "Tensor[] biases, Tensor offsets, ScalarType out_dtype) -> Tensor")
+TE_OP_REGISTRATION(grouped_gemm_fp8, ops) {
+  ops.op("grouped_fp8_fprop(Tensor x, Tensor x_scale_inv, int x_code, Tensor[] weights, Tensor[] weights_scale_inv, "
+         "Tensor[] biases, Tensor offsets, ScalarType out_dtype) -> Tensor")
       .kernel(grouped_fp8_fprop)
       .meta(grouped_fp8_fprop_meta);
-  faces
-      .op("grouped_fp8_dgrad(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor[] weights, Tensor[] "
-          "weights_scale_inv, Tensor offsets, ScalarType out_dtype) -> Tensor")
+  ops.op("grouped_fp8_dgrad(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor[] weights, Tensor[] "
+         "weights_scale_inv, Tensor offsets, ScalarType out_dtype) -> Tensor")
       .kernel(grouped_fp8_dgrad)
       .meta(grouped_fp8_dgrad_meta);
-  faces
-      .op("grouped_fp8_wgrad(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int x_code, "
-          "Tensor offsets, ScalarType out_dtype) -> Tensor[]")
+  ops.op("grouped_fp8_wgrad(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int x_code, "
+         "Tensor offsets, ScalarType out_dtype) -> Tensor[]")
       .kernel(grouped_fp8_wgrad)
       .meta(grouped_fp8_wgrad_meta);
-  faces
-      .op("grouped_fp8_wgrad_accumulate(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int "
-          "x_code, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
+  ops.op("grouped_fp8_wgrad_accumulate(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int "
+         "x_code, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
       .kernel(grouped_fp8_wgrad_accumulate)
       .meta(grouped_fp8_wgrad_accumulate_meta);
 }

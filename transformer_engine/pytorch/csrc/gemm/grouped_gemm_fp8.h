@@ -1,6 +1,6 @@
-// gemm_grouped_fp8, kernel wrappers that other bindings call: products of FP8 rows in groups, as
-// quantize/grouped_quantize.h makes them, one launch each (transformer_engine/grouped_gemm.h). On the CPU they are
-// te_grouped_gemm's own loop.
+// Kernel wrappers of grouped_gemm_fp8 that other bindings call: GEMMs of FP8 rows in groups, as
+// quantize/grouped_quantize.h makes them, one launch each (transformer_engine/grouped_gemm.h).
+// - On the CPU they are the loop of te_grouped_gemm.
 #pragma once
 
 #include "core/common.h"
@@ -15,7 +15,7 @@ Tensor grouped_fp8_fprop(const Tensor& x, const Tensor& x_scale_inv, int64_t x_c
                          at::ScalarType out_dtype);
 Tensor grouped_fp8_dgrad(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, at::TensorList weights,
                          at::TensorList weights_scale_inv, const Tensor& offsets, at::ScalarType out_dtype);
-// The same into `out`, contiguous, whose rows of nobody stay.
+// The same into `out`, contiguous; its rows of no group stay as they are.
 void grouped_fp8_fprop_into(const Tensor& x, const Tensor& x_scale_inv, int64_t x_code, at::TensorList weights,
                             at::TensorList weights_scale_inv, at::TensorList biases, const Tensor& offsets,
                             const Tensor& out);
@@ -30,9 +30,9 @@ std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_i
 std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
                                                const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
                                                const Tensor& offsets, at::ScalarType out_dtype);
-// Into one of `outs` for each group whose number in `how` is 0 (+=) or 1 (=); -1 has none.
+// Into one of `outs` for each group whose mode is 0 (+=) or 1 (=); -1: the group has none.
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,
-                                  at::ArrayRef<int64_t> how);
+                                  at::ArrayRef<int64_t> modes);
 
 }  // namespace te_torch

@@ -1,4 +1,4 @@
-// See linear_core.h. The arithmetic is the gemm room's; here are the shapes, the checks and the schemas.
+// See linear_core.h. This file has shapes, checks and schemas; gemm.h computes.
 #include "gemm/linear_core.h"
 
 #include <ATen/ops/empty.h>
@@ -61,7 +61,7 @@ void check_product(const Tensor& x, const c10::SymInt& depth, const Tensor& weig
 
 namespace {
 
-// Undefined where the product is somebody else's than LibTorch.
+// Undefined if another implementation than LibTorch computes the GEMM.
 Tensor linear_by_torch(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_operands(x, weight, bias);
   check_memory(x, "linear", "x");
@@ -103,10 +103,10 @@ std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool 
   return gemm(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, std::nullopt, std::nullopt);
 }
 
-TE_OP_REGISTRATION(linear_core, faces) {
-  faces.op("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor").kernel(linear_fwd).meta(linear_fwd_meta);
-  faces.op("linear_dgrad(Tensor dy, Tensor weight) -> Tensor").kernel(linear_dgrad).meta(linear_dgrad_meta);
-  faces.op("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)")
+TE_OP_REGISTRATION(linear_core, ops) {
+  ops.op("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor").kernel(linear_fwd).meta(linear_fwd_meta);
+  ops.op("linear_dgrad(Tensor dy, Tensor weight) -> Tensor").kernel(linear_dgrad).meta(linear_dgrad_meta);
+  ops.op("linear_wgrad(Tensor dy, Tensor x, bool with_bias) -> (Tensor, Tensor)")
       .kernel(linear_wgrad)
       .meta(linear_wgrad_meta);
 }

@@ -1,5 +1,5 @@
-// linear_core: the three products of a linear layer on plain tensors, written once for every module family. It knows
-// nothing of autograd, of norms and activations, or of FP8 (product.h).
+// The three GEMMs of a linear layer on plain tensors, for every module family.
+// - No autograd, norm, activation or FP8 (product.h).
 #pragma once
 
 #include "core/common.h"
@@ -21,7 +21,7 @@ Tensor linear_dgrad(const Tensor& dy, const Tensor& weight);
 void linear_fwd_into(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& d);
 void linear_dgrad_into(const Tensor& dy, const Tensor& weight, const Tensor& d);
 
-// dweight[N, K] = dy^T x; dbias[N] = column sums of dy, empty unless asked for.
+// dweight[N, K] = dy^T x; dbias[N] = column sums of dy, empty unless `with_bias`.
 std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias);
 
 }  // namespace te_torch

@@ -92,14 +92,14 @@ void refuse_state(const Quantizer& quantizer) {
 }
 
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales) {
-  auto again = std::make_shared<ProductQuantization>(q);
+  auto same_scales = std::make_shared<ProductQuantization>(q);
   const auto kind = q.x.spec.kind;
   if (used_scales.defined() && (kind == QuantizeSpec::kDelayed || kind == QuantizeSpec::kCurrent)) {
-    again->x.spec.kind = QuantizeSpec::kDelayed;
-    again->x.scale = used_scales.narrow(0, 1, 1);
-    again->x.amax = Tensor();
+    same_scales->x.spec.kind = QuantizeSpec::kDelayed;
+    same_scales->x.scale = used_scales.narrow(0, 1, 1);
+    same_scales->x.amax = Tensor();
   }
-  return again;
+  return same_scales;
 }
 
 const Quantizer* gradient_quantizer(const ProductQuantization* q, QuantizeUsage usage) {
@@ -248,9 +248,9 @@ c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name) 
 Operand kept_operand(const NamedTensors& saved, int name) {
   const auto list = kept_operands(saved, name);
   if (list.size() < 2) return list.empty() ? Operand() : list[0];
-  Operand whole;
-  whole.groups.assign(list.begin(), list.end());
-  return whole;
+  Operand operand;
+  operand.groups.assign(list.begin(), list.end());
+  return operand;
 }
 
 void register_product(pybind11::module_& m) {

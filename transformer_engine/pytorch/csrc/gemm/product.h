@@ -1,5 +1,5 @@
-// The matrices that a product reads, plain or FP8, and how a product is quantized. Written once for both routes; which
-// format an operand has is nobody else's business.
+// The matrices that a GEMM reads, plain or FP8, and how they are quantized.
+// - Written once for both dispatch modes. Only this file depends on the format of an operand.
 #pragma once
 
 #include "autograd/saved.h"
@@ -7,8 +7,8 @@
 
 namespace te_torch {
 
-// What the products of a backward read: the operands in FP8, as the forward's; or, with a gradient that stays as it is,
-// the operands as they were before they were quantized, or the values of those that the forward has read.
+// What the GEMMs of a backward read: operands in FP8, as those of the forward; or, with an unquantized gradient, the
+// operands before they were quantized, or the values of the forward's FP8 operands.
 enum class BackwardReads : uint8_t { kQuantized, kHighPrecision, kDequantized };
 
 // How the three products of one weight are quantized: its input, itself, the gradient of its output.
@@ -33,12 +33,12 @@ Quantization quantization_of(at::ArrayRef<int64_t> packed, const char* op);
 inline BackwardReads backward_reads(const ProductQuantization* q) {
   return q == nullptr ? BackwardReads::kQuantized : q->backward;
 }
-// In which direction it reads an FP8 operand of the forward.
+// In which directions the backward reads an FP8 operand of the forward.
 inline QuantizeUsage kept_usage(const ProductQuantization* q) {
   const bool columnwise = backward_reads(q) == BackwardReads::kQuantized;
   return {!columnwise, columnwise};
 }
-// Why its products are none of FP8, for te.explain and te.memory_plan; null where they may be.
+// Why the GEMMs of the backward are not in FP8, for te.explain and te.memory_plan; null: they may be.
 const char* why_override(const ProductQuantization* q);
 
 // A matrix that a product reads.
@@ -56,44 +56,44 @@ struct Rows {
   int64_t first = 0, count = 0;
 };
 
-// The quantization again, its input by the scales that were used before: same bits, and no state touched.
+// The same quantization, whose input is quantized by the scales that were used before: same bits, no state changes.
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
 
-// Of the gradient of a product's output, read in these directions; null where it is plain. In neither (the bias alone
-// wants a gradient) one that makes column sums, to the same bits as any other, and no data.
+// The quantizer of the gradient of a GEMM's result, read in these directions; null: the gradient stays plain. In no
+// direction (only the bias wants a gradient): one that computes column sums, to the same bits as any other, and no
+// data.
 const Quantizer* gradient_quantizer(const ProductQuantization* q, QuantizeUsage usage);
 
-// Names a quantizer whose state no schema carries, where such a dispatch mode meets one.
+// Refuses a quantizer whose state no schema carries, in a traced call.
 void refuse_state(const Quantizer& quantizer);
 
-// x by the quantizer, or as it is where there is none, or where it leaves x alone. dbias: the sums of x's columns,
-// where they are wanted and x was quantized.
+// x quantized; x itself if the quantizer is null or leaves x alone. dbias: receives the column sums of x if x is
+// quantized; null: they are not wanted.
 TE_EXPORT Operand operand_of(const DispatchMode& dispatch, const Quantizer* quantizer, const Tensor& x,
                              QuantizeUsage usage, Tensor* dbias = nullptr);
 
-// operand_of() of each, by as few launches as there may be.
+// operand_of() of each, in as few launches as possible.
 c10::SmallVector<Operand, 1> operands_of(const DispatchMode& dispatch, at::ArrayRef<const Quantizer*> quantizers,
                                          at::TensorList xs, QuantizeUsage usage);
 
-// The same bits again, by the scales that were used before.
+// Quantizes x again by the scales that were used before, to the same bits.
 TE_EXPORT Operand recomputed_operand(const DispatchMode& dispatch, const Quantizer* quantizer,
                                      const Tensor& used_scales, const Tensor& x, QuantizeUsage usage);
 
-// Sums may stay in the tensor cores where nobody asked for float32 throughout, and scales are of the whole tensor.
+// Whether sums may stay in the tensor cores: without split accumulation, and with per-tensor scales.
 inline bool may_be_fast(const Quantized& a, const Quantized& b, bool split) {
   return !split && a.scaling == TE_SCALING_TENSOR && b.scaling == TE_SCALING_TENSOR;
 }
 
 Tensor plain_of(const DispatchMode& dispatch, const Operand& t, at::ScalarType dtype);
 
-// Some rows of an operand, as a matrix of its own, in the rowwise direction alone. Rows of blocks of 128 x 128 start
-// and end with a block.
+// Some rows of an operand as a matrix of its own, rowwise. With blocks of 128 x 128, rows start and end with a block.
 TE_EXPORT Operand rows_of(const Operand& t, const Rows& rows);
 
-// The same in memory that is not pooled: what is, is copied.
+// The operand with copies of its pooled tensors.
 Operand off_pool(const Operand& t);
 
-// As refuse_pooled of what it has.
+// refuse_pooled() of its tensors.
 void refuse_pooled(const Operand& t, const char* op);
 
 // Saves an operand under one name: itself, or data and scales in these directions.

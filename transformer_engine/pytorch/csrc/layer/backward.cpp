@@ -173,7 +173,7 @@ bool LayerBackward::begins_wgrad_first() const {
 
 PendingResult LayerBackward::input_gradient() {
   const LayerConfig& config = args_.config;
-  const probe::PathReason told(why_override(config.quantization.get()));
+  const probe::PathReason because(why_override(config.quantization.get()));
   WeightSet weights{kept_operands(args_.saved, saved_name(args_.layer_idx, kWeight)), {}};
   for (Operand& weight : weights.weights) {  // a parameter whose FP8 copy served under autocast was not cast
     if (!weight.quantized() && weight.plain.scalar_type() != args_.dtype) weight.plain = weight.plain.to(args_.dtype);
@@ -185,7 +185,7 @@ PendingResult LayerBackward::input_gradient() {
     comm_op = config.tp_comm->begin(dispatch_, Pass::kDgrad, gradient_.dy, like, quantize_gathered_, usage,
                                     OptionalTensor(), &buffers_);
   }
-  return run_gemm(dispatch_, config, Pass::kDgrad, gradient_.dy, weights, like, std::move(comm_op));
+  return layer_gemm(dispatch_, config, Pass::kDgrad, gradient_.dy, weights, like, std::move(comm_op));
 }
 
 PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) const {
@@ -208,7 +208,7 @@ WeightGrads LayerBackward::weight_gradients(const CommOp* arrived) {
   const LayerConfig& config = args_.config;
   std::optional<GatheredWgrad::Loan> loan;
   if (wgrad_.divided != nullptr) loan.emplace(std::move(wgrad_.divided), arrived);
-  const probe::PathReason told(why_override(config.quantization.get()));
+  const probe::PathReason because(why_override(config.quantization.get()));
   return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), bias_)
                                  : wgrad_.task->compute(dispatch_, bias_);
 }

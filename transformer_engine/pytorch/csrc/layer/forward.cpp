@@ -21,8 +21,8 @@ bool may_be_recomputed(const LayerConfig& config) {
   return !config.prologue->is_identity() || (q != nullptr && !reads_high_precision(q));
 }
 
-// Of what is kept in place of an operand, rows behind the live ones that quantizing it again reads: those of the last
-// one's block; all, where a quantizer written in Python does it.
+// Rows after the live ones that quantizing a saved tensor again reads: those of the last live row's block; all, for a
+// quantizer written in Python.
 int64_t trailing_rows_of(const ProductQuantization* q) {
   if (q == nullptr || !q->x.active() || reads_high_precision(q)) return 0;
   if (q->x.spec.kind == QuantizeSpec::kPython) return kAllRows;
@@ -54,7 +54,7 @@ void check_shapes(const LayerConfig& config, const LayerInput& in, const Tensor&
 
 bool adds_up(const LayerConfig& config) { return config.tp_comm != nullptr && config.tp_comm->adds_up(Pass::kFprop); }
 
-// A bias is added after the sum over ranks, where there is one.
+// With a sum over ranks, the bias is added after that.
 WeightSet weight_set(const DispatchMode& dispatch, const LayerConfig& config, const LayerInput& in,
                      at::TensorList biases, QuantizeUsage usage) {
   WeightSet set{{}, adds_up(config) ? at::TensorList() : biases};
@@ -90,14 +90,14 @@ CommResult gemm_with_comm(const DispatchMode& dispatch, const LayerConfig& confi
   // What is gathered only to be kept is kept as it came.
   const bool kept = keep_gathered && (tp_comm.keeps_gathered(quantized) || !save.serves_a_graph());
   ScopedBuffers buffers;  // until the result is complete
-  const PendingResult pending = run_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x,
-                                         tp_comm.begin(dispatch, Pass::kFprop, operand.for_gemm, x,
-                                                       operand.after_gather, usage, bias, kept ? nullptr : &buffers));
+  const PendingResult pending = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x,
+                                           tp_comm.begin(dispatch, Pass::kFprop, operand.for_gemm, x,
+                                                         operand.after_gather, usage, bias, kept ? nullptr : &buffers));
   CommResult result;
   const CommOp* comm_op = pending.comm_op.get();
   if (comm_op != nullptr && keep_gathered) {
     const auto gather = [&](const Operand& mine, const Quantizer* quantizer, const CommOp* done) {
-      return tp_comm.whole(dispatch, Pass::kFprop, mine, quantizer, done, {}, nullptr);
+      return tp_comm.gather_all(dispatch, Pass::kFprop, mine, quantizer, done, {}, nullptr);
     };
     if (!kept) {
       report_recomputed(save, comm_op->operand(), q, x, saved_info(kGatheredInput, q));
@@ -161,7 +161,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   const WeightSet weights = weight_set(dispatch, config, in, biases, {true, read.columnwise && backward_reads_weight});
   Operand gathered;
   if (config.tp_comm == nullptr) {
-    out.y = run_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x, nullptr).result();
+    out.y = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x, nullptr).result();
   } else {
     CommResult result = gemm_with_comm(dispatch, config, save, x, operand, weights, biases, usage,
                                        save_operand && config.tp_comm->gathers(Pass::kFprop));

@@ -8,7 +8,7 @@ const Quantizer* GatheredWgrad::quantizes_x() const {
   return q != nullptr && q->x.active() && !x_.quantized() ? &q->x : nullptr;
 }
 
-const Tensor& GatheredWgrad::behind() const {
+const Tensor& GatheredWgrad::incoming() const {
   return gradient_.dy.quantized() ? gradient_.dy.fp8.columnwise : gradient_.dy.plain;
 }
 
@@ -16,7 +16,7 @@ void GatheredWgrad::begin(const DispatchMode& dispatch, ScopedBuffers& buffers) 
   if (!gather_x_) return;
   const bool quantized = backward_reads(quantization_.get()) == BackwardReads::kQuantized;
   x_arriving_ =
-      tp_comm_->begin_whole(dispatch, Pass::kFprop, x_, quantized ? quantizes_x() : nullptr, behind(), &buffers);
+      tp_comm_->begin_gather_all(dispatch, Pass::kFprop, x_, quantized ? quantizes_x() : nullptr, incoming(), &buffers);
 }
 
 std::shared_ptr<WgradTask> GatheredWgrad::gathered(const DispatchMode& dispatch, ScopedBuffers& buffers) const {
@@ -28,13 +28,14 @@ std::shared_ptr<WgradTask> GatheredWgrad::gathered(const DispatchMode& dispatch,
     const Quantizer* quantizer = reads == BackwardReads::kQuantized ? quantizes_x() : nullptr;
     const std::unique_ptr<GatherFuture> arriving = std::move(x_arriving_);
     x = arriving ? arriving->wait()
-                 : tp_comm_->whole(dispatch, Pass::kFprop, x_, quantizer, nullptr, behind(), &buffers);
-    if (reads == BackwardReads::kDequantized && !x.quantized()) {  // as the forward has, when all rows were there
+                 : tp_comm_->gather_all(dispatch, Pass::kFprop, x_, quantizer, nullptr, incoming(), &buffers);
+    if (reads == BackwardReads::kDequantized && !x.quantized()) {  // as the forward has quantized it after the gather
       x = operand_of(dispatch, quantizes_x(), x.plain, kept_usage(q));
     }
   }
   Gradient gradient = gradient_;
-  gradient.dy = tp_comm_->whole(dispatch, Pass::kDgrad, dy, behind_ ? &q->dy : nullptr, arrived_, Tensor(), &buffers);
+  gradient.dy =
+      tp_comm_->gather_all(dispatch, Pass::kDgrad, dy, quantizes_dy_ ? &q->dy : nullptr, arrived_, Tensor(), &buffers);
   return gemm_policy_->wgrad_task(dispatch, std::move(gradient), std::move(x), dtype_, q == nullptr || q->split_wgrad);
 }
 

@@ -1,5 +1,5 @@
-// The product of a weight's gradient whose matrices are divided over ranks: it holds this rank's rows alone, and
-// gathers the others' when it is computed, in backward_dw() too.
+// A weight's gradient whose matrices are divided over ranks: the task holds this rank's rows, and gathers the rows of
+// the other ranks when it is computed, which may be in backward_dw().
 #pragma once
 
 #include "layer/layer.h"
@@ -8,19 +8,19 @@ namespace te_torch::layer {
 
 class GatheredWgrad final : public WgradTask {
  public:
-  // gather_x: x has this rank's rows alone. behind: quantizes dy when all of it has arrived, or null.
-  GatheredWgrad(const LayerConfig& config, Gradient gradient, Operand x, const Quantizer* behind, bool gather_x,
+  // gather_x: x has this rank's rows alone. after_gather: quantizes the gathered dy, or null.
+  GatheredWgrad(const LayerConfig& config, Gradient gradient, Operand x, const Quantizer* after_gather, bool gather_x,
                 at::ScalarType dtype)
       : tp_comm_(config.tp_comm),
         gemm_policy_(config.gemm_policy),
         quantization_(config.quantization),
         gradient_(std::move(gradient)),
         x_(std::move(x)),
-        behind_(behind != nullptr),
+        quantizes_dy_(after_gather != nullptr),
         gather_x_(gather_x),
         dtype_(dtype) {}
 
-  // Lends a product the CommOp of dy that the input's gradient was taken over, while that is there.
+  // While it lives, the task can reuse the CommOp that has gathered dy for the input's gradient.
   class Loan {
    public:
     Loan(std::shared_ptr<GatheredWgrad> product, const CommOp* arrived) : product_(std::move(product)) {
@@ -34,8 +34,7 @@ class GatheredWgrad final : public WgradTask {
     std::shared_ptr<GatheredWgrad> product_;
   };
 
-  // Sets x's rows on their way, if that wins anything: for a product that is computed in this call, while `buffers`
-  // last.
+  // Starts to gather x's rows, if that saves time. The task must be computed in this call, before `buffers` ends.
   void begin(const DispatchMode& dispatch, ScopedBuffers& buffers);
 
   WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override;
@@ -44,9 +43,9 @@ class GatheredWgrad final : public WgradTask {
   at::ScalarType dtype() const override { return dtype_; }
 
  private:
-  const Quantizer* quantizes_x() const;  // when all of it has arrived
-  const Tensor& behind() const;
-  // buffers: of the call that computes it.
+  const Quantizer* quantizes_x() const;  // after the gather
+  const Tensor& incoming() const;
+  // buffers: those of the call that computes the task.
   std::shared_ptr<WgradTask> gathered(const DispatchMode& dispatch, ScopedBuffers& buffers) const;
 
   std::shared_ptr<const TPComm> tp_comm_;
@@ -54,7 +53,7 @@ class GatheredWgrad final : public WgradTask {
   Quantization quantization_;
   Gradient gradient_;
   Operand x_;
-  bool behind_, gather_x_;
+  bool quantizes_dy_, gather_x_;
   at::ScalarType dtype_;
   const CommOp* arrived_ = nullptr;
   mutable std::unique_ptr<GatherFuture> x_arriving_;

@@ -1,4 +1,4 @@
-// See gemm_policy.h. The arithmetic is the gemm room's.
+// See gemm_policy.h. gemm/ computes.
 #include "layer/gemm_policy.h"
 
 #include <ATen/ExpandUtils.h>
@@ -91,8 +91,8 @@ std::vector<Tensor> GemmPolicy::used_scales(const Operand& operand) const {
   return {operand.fp8.rowwise_scale_inv};
 }
 
-Sums GemmPolicy::bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& made) const {
-  return {made.defined() ? made : column_sums(dy)};
+Sums GemmPolicy::bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& sums) const {
+  return {sums.defined() ? sums : column_sums(dy)};
 }
 
 Tensor column_sums(const Tensor& dy) {
@@ -111,29 +111,29 @@ Tensor SingleProduct::dgrad(const DispatchMode& dispatch, const Operand& dy, con
 }
 
 Tensor SingleProduct::fprop_into(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w,
-                                 const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
-  const RunsOf runs(whole);
+                                 const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const {
+  const RunsOf runs(total_rows);
   return fprop_of(dispatch, x, w.weights[0], w.bias(0), like, split, into);
 }
 
 Tensor SingleProduct::dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w,
-                                 const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
-  const RunsOf runs(whole);
+                                 const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const {
+  const RunsOf runs(total_rows);
   return dgrad_of(dispatch, dy, w.weights[0], like, split, into);
 }
 
-bool SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
-                               bool split) const {
+bool SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w,
+                               const Tensor& like, bool split) const {
   const Operand& weight = w.weights[0];
   if (some.quantized() != weight.quantized()) return false;
   const bool cpu = like.is_cpu();
   if (cpu) return cpu_products_by_loop();
   const OptionalTensor bias = pass == Pass::kFprop ? w.bias(0) : OptionalTensor();
   if (!some.quantized()) {
-    return runs_like_the_whole(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN", bias, whole);
+    return runs_match_full(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN", bias, total_rows);
   }
   const bool fast = may_be_fast(weight.fp8, some.fp8, split);
-  return fp8_runs_like_the_whole(weight.fp8, pass == Pass::kDgrad, some.fp8, like.scalar_type(), bias, fast, whole);
+  return fp8_runs_match_full(weight.fp8, pass == Pass::kDgrad, some.fp8, like.scalar_type(), bias, fast, total_rows);
 }
 
 std::shared_ptr<WgradTask> SingleProduct::wgrad_task(const DispatchMode&, Gradient gradient, Operand x,

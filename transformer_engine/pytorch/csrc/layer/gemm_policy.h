@@ -1,6 +1,6 @@
-// The GEMMs of a layer over its weights, as a policy: one weight here, one for each group of rows in
-// gemm_policy_grouped.h. Forward, input gradient and weight gradient are written once over it. Formats of operands are
-// in gemm/product.h.
+// A GemmPolicy computes the GEMMs of a layer over its weights: over one weight here, over one for each group of rows in
+// gemm_policy_grouped.h.
+// - The layer code is written once over it. Formats of operands are in gemm/product.h.
 #pragma once
 
 #include <memory>
@@ -18,8 +18,8 @@ struct WeightSet {
   OptionalTensor bias(size_t i) const { return biases.empty() ? OptionalTensor() : OptionalTensor(biases[i]); }
 };
 
-// The operand of a gradient that arrives: [..., features], with the column sums where they were made with it (of
-// groups, [groups, features]).
+// The gradient of a GEMM's result: [..., features], with its column sums if quantizing has computed them (of groups,
+// [groups, features]).
 struct Gradient {
   Operand dy;
   Tensor dbias;
@@ -47,17 +47,17 @@ class TE_EXPORT GemmPolicy {
   GemmPolicy(const GemmPolicy&) = delete;
   GemmPolicy& operator=(const GemmPolicy&) = delete;
 
-  // How weight number i, and the rows that are multiplied by it, are quantized; null: not at all. all: of the layer.
+  // How weight number i and its rows are quantized; null: not at all. all: the layer's quantization.
   virtual const ProductQuantization* quantization(const ProductQuantization* all, size_t i) const { return all; }
   // Whether fprop() adds the biases.
   virtual bool adds_bias() const { return true; }
-  // Whether operands come here plain and are quantized group by group.
+  // Whether this policy receives operands in high precision and quantizes each group of rows by itself.
   virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
-  // By what quantization() says of each group. dbias: the column sums of each, where they are wanted.
+  // Quantizes each group by its quantization(). dbias: receives the column sums of each group; null: not wanted.
   virtual Operand quantized_groups(const DispatchMode&, Pass, const Tensor& t, QuantizeUsage, Tensor* dbias) const {
     return {};
   }
-  // Of the forward's operand once more, to the same bits. used: used_scales() of what quantized_groups() made.
+  // Quantizes the forward's operand again, to the same bits. used: the used_scales() of that operand.
   virtual Operand quantized_again(const DispatchMode&, const Tensor& t, QuantizeUsage, at::TensorList used) const {
     return {};
   }
@@ -65,31 +65,31 @@ class TE_EXPORT GemmPolicy {
   virtual std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const { return nullptr; }
   // The scales of the forward's operand that recomputing it needs: those of a whole tensor, or of a whole group.
   virtual std::vector<Tensor> used_scales(const Operand& operand) const;
-  // The gradients of the biases, where nobody wants a weight's; made: the sums, where they are made already.
-  virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& made) const;
+  // The gradients of the biases where no weight wants one. sums: the column sums, if they are known.
+  virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& sums) const;
 
   // y[..., N] of x[..., K]; `like` has its leading dimensions and its dtype. rows: which of all rows these are; null
   // for all. split: float32 accumulation throughout.
   virtual Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
                        const Tensor& like, bool split) const = 0;
-  // The same of some rows into [rows, N], with the bits that the product of all `whole` rows gives them.
+  // Computes some rows into [rows, N], with the bits that they have in the GEMM of all `total_rows` rows.
   virtual Tensor fprop_into(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
-                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+                            const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const {
     return into.copy_(fprop(dispatch, x, rows, w, like, split));
   }
   virtual Tensor dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
-                            const Tensor& like, bool split, int64_t whole, const Tensor& into) const {
+                            const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const {
     return into.copy_(dgrad(dispatch, dy, rows, w, like, split));
   }
-  // Whether there are such products, for all rows of this operand (undefined: of those that it stands for).
-  virtual bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+  // Whether fprop_into() or dgrad_into() keep that promise for all rows of this operand.
+  virtual bool takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w, const Tensor& like,
                           bool split) const {
     return false;
   }
   // dx[..., K] of dy[..., N].
   virtual Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
                        const Tensor& like, bool split) const = 0;
-  // What the gradients of the weights are made of.
+  // The task that computes the gradients of the weights.
   virtual std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
                                                 at::ScalarType dtype, bool split) const = 0;
 };
@@ -101,10 +101,10 @@ class TE_EXPORT SingleProduct : public GemmPolicy {
   Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
                const Tensor& like, bool split) const override;
   Tensor fprop_into(const DispatchMode& dispatch, const Operand& x, const Rows* rows, const WeightSet& w,
-                    const Tensor& like, bool split, int64_t whole, const Tensor& into) const override;
+                    const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const override;
   Tensor dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
-                    const Tensor& like, bool split, int64_t whole, const Tensor& into) const override;
-  bool takes_runs(Pass pass, const Operand& some, int64_t whole, const WeightSet& w, const Tensor& like,
+                    const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const override;
+  bool takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w, const Tensor& like,
                   bool split) const override;
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
                                         at::ScalarType dtype, bool split) const override;

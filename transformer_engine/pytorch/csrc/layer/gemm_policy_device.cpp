@@ -26,16 +26,16 @@ int64_t code_of(const Quantized& q) { return fp8_code(q.scaling, q.e5m2); }
 // Rows as they are, or what rowwise FP8 data mean.
 Tensor plain_rows(const DispatchMode& dispatch, const Operand& t, const Tensor& offsets, at::ScalarType dtype) {
   if (!t.quantized()) return matrix_of(t.plain);
-  TORCH_INTERNAL_ASSERT(t.fp8.rowwise.defined());  // of panels nobody asks that
+  TORCH_INTERNAL_ASSERT(t.fp8.rowwise.defined());  // panels are not dequantized
   if (t.fp8.scaling != TE_SCALING_TENSOR) return plain_of(dispatch, t, dtype);
   return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
 }
 
-// Said by te.explain of products of groups that the host knows too.
+// The reason that te.explain shows for groups whose sizes the host knows too.
 const char* why_of(bool listed) { return listed ? kListAtOnce : nullptr; }
 
-// What becomes of each target (te::grouped_wgrad_accumulate's `how`), in one call; listed: of those that share memory
-// one in a call, in the order of the groups.
+// The targets of each call of te::grouped_wgrad_accumulate, as its `how`. listed: targets that share memory go to
+// different calls, in the order of the groups.
 std::vector<std::vector<int64_t>> rounds_of(at::ArrayRef<WeightTarget> targets, bool listed) {
   std::vector<std::vector<int64_t>> rounds(1, std::vector<int64_t>(targets.size(), -1));
   std::map<const void*, size_t> met;
@@ -54,7 +54,7 @@ Tensor sums_of(const DispatchMode& dispatch, const Tensor& dy, const Tensor& off
 
 class DeviceWeightProduct final : public WgradTask {
  public:
-  // splits: where the host knows the groups, whose targets may share memory.
+  // splits: empty, or the sizes of the groups, if the host knows them; their targets may share memory then.
   DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
@@ -95,13 +95,13 @@ class DeviceWeightProduct final : public WgradTask {
  private:
   void add_together(const DispatchMode& dispatch, at::ArrayRef<WeightTarget> targets) const {
     const probe::PathReason because(why_of(listed()));
-    for (const std::vector<int64_t>& how : rounds_of(targets, listed())) {
+    for (const std::vector<int64_t>& modes : rounds_of(targets, listed())) {
       std::vector<Tensor> list;
-      for (size_t g = 0; g < how.size(); ++g) {
-        if (how[g] >= 0) list.push_back(targets[g].out);
+      for (size_t g = 0; g < modes.size(); ++g) {
+        if (modes[g] >= 0) list.push_back(targets[g].out);
       }
       const at::TensorList outs(list);
-      const at::ArrayRef<int64_t> numbers(how);
+      const at::ArrayRef<int64_t> numbers(modes);
       if (in_fp8()) {
         const Quantized &dy = dy_.fp8, &x = x_.fp8;
         dispatch.call<grouped_fp8_wgrad_accumulate>("te::grouped_fp8_wgrad_accumulate", dy.columnwise,
@@ -225,11 +225,9 @@ class DeviceGroups final : public GemmPolicy {
   // Rows of no group have no part in a scale, so that quantizing the same rows again finds it. Delayed scaling alone
   // may have another one by then.
   std::vector<Tensor> used_scales(const Operand&) const override {
+    if (grouping_.quantizations[0]->x.spec.kind != QuantizeSpec::kDelayed) return {};  // that of all groups
     std::vector<Tensor> scales;
-    for (const Quantization& q : grouping_.quantizations) {
-      if (q->x.spec.kind == QuantizeSpec::kDelayed) scales.push_back(q->x.scale);
-    }
-    if (scales.empty()) return {};
+    for (const Quantization& q : grouping_.quantizations) scales.push_back(q->x.scale);
     return {at::cat(scales)};
   }
   std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const override {
@@ -237,7 +235,7 @@ class DeviceGroups final : public GemmPolicy {
     for (size_t g = 0; g < grouping.quantizations.size(); ++g) {
       auto q = std::make_shared<ProductQuantization>(*grouping_.quantizations[g]);
       q->x.amax = Tensor();
-      if (!used.empty()) q->x.scale = used[0].narrow(0, int64_t(g), 1);
+      q->x.scale = used[0].narrow(0, int64_t(g), 1);
       grouping.quantizations[g] = std::move(q);
     }
     return std::make_shared<DeviceGroups>(std::move(grouping));
@@ -318,14 +316,14 @@ class DeviceGroups final : public GemmPolicy {
                                                  grouping_.splits);
   }
 
-  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& made) const override {
-    if (listed() && !made.defined()) return column_sums_of(dispatch, dy, rows_of_groups(grouping_.splits));
-    return each_row(dispatch, made.defined() ? made : sums_of(dispatch, dy, grouping_.offsets, false));
+  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& sums) const override {
+    if (listed() && !sums.defined()) return column_sums_of(dispatch, dy, rows_of_groups(grouping_.splits));
+    return each_row(dispatch, sums.defined() ? sums : sums_of(dispatch, dy, grouping_.offsets, false));
   }
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
-  // Where the host knows the groups, in the order in which a layer of each group's own sums.
+  // If the host knows the groups: summed in the order of a separate layer for each group.
   Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
     if (!listed()) return sums_of(dispatch, t, grouping_.offsets, true);
     const Tensor rows = matrix_of(t);
@@ -382,9 +380,9 @@ const char* device_refuses(at::ArrayRef<Quantization> quantizations, size_t grou
   }
   if (!first.weight.active() || first.x.spec.e5m2 || first.weight.spec.e5m2)
     return "weights or inputs that are not E4M3";
-  const bool whole = first.x.spec.scaling() == TE_SCALING_TENSOR;
+  const bool per_tensor = first.x.spec.scaling() == TE_SCALING_TENSOR;
   const bool python = first.weight.spec.kind == QuantizeSpec::kPython;
-  if (python || first.weight.spec.scaling() != (whole ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D)) {
+  if (python || first.weight.spec.scaling() != (per_tensor ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D)) {
     return "weights that are not quantized as wholes, beside inputs in blocks in 128 x 128 ones";
   }
   return nullptr;
@@ -394,11 +392,8 @@ std::shared_ptr<const GemmPolicy> device_groups(Grouping grouping) {
   const size_t starts = grouping.offsets.dim() == 1 ? size_t(grouping.offsets.size(0)) : 0;  // else refused by products
   const char* why = device_refuses(grouping.quantizations, starts > 0 ? starts - 1 : 0);
   TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr,
-                              "grouped_linear: FP8 products of groups whose sizes the device alone knows "
-                              "with ",
-                              why,
-                              " are not available in this version; pass 'm_splits' as a list of "
-                              "integers.");
+                              "grouped_linear: FP8 products of groups whose sizes the device alone knows with ", why,
+                              " are not available in this version; pass 'm_splits' as a list of integers.");
   return std::make_shared<DeviceGroups>(std::move(grouping));
 }
 

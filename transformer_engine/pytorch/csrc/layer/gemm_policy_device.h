@@ -1,6 +1,6 @@
-// GemmPolicy over several weights whose groups of rows the device alone knows: one kernel a product, one a
-// quantization, and no look at how many rows a group has. FP8 rows are rowwise data and panels
-// (quantize/grouped_quantize.h).
+// GemmPolicy over several weights where only the device knows how many rows a group has.
+// - One kernel computes a GEMM of all groups, and one quantizes them; the host never reads the sizes.
+// - FP8 rows are rowwise data and panels (quantize/grouped_quantize.h).
 #pragma once
 
 #include "layer/grouping.h"
@@ -9,7 +9,7 @@ namespace te_torch::layer {
 
 std::shared_ptr<const GemmPolicy> device_groups(Grouping grouping);
 
-// Why such products do not take groups that are quantized like that; null: they do.
+// Why these kernels cannot compute groups with such quantizations; null: they can.
 const char* device_refuses(at::ArrayRef<Quantization> quantizations, size_t groups);
 
 }  // namespace te_torch::layer

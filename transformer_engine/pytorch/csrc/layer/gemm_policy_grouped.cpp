@@ -1,4 +1,4 @@
-// See gemm_policy_grouped.h. Groups that the host knows: their products one behind the other, into one result.
+// See gemm_policy_grouped.h. If the host knows the groups, their GEMMs run one after the other, into one result.
 #include "layer/gemm_policy_grouped.h"
 
 #include <ATen/ops/cat.h>
@@ -20,7 +20,7 @@ namespace {
 constexpr const char* kFp8OneByOne =
     "FP8 groups of a list go one by one, but for small ones in blocks with scales of powers of 2";
 
-// Why te.explain finds a product for each group, where there is a word of it.
+// The reason that te.explain shows for one GEMM a group; null: none.
 class ListOneByOne {
  public:
   explicit ListOneByOne(const char* why) {
@@ -65,7 +65,7 @@ class GroupedWeightProduct final : public WgradTask {
         return all;
       }
     }
-    const ListOneByOne told(why);
+    const ListOneByOne reason(why);
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
       WeightGrads one = product(dispatch, i).compute(dispatch, with_bias);
@@ -94,7 +94,7 @@ class GroupedWeightProduct final : public WgradTask {
         return biases;
       }
     }
-    const ListOneByOne told(why);
+    const ListOneByOne reason(why);
     std::vector<Tensor> sums;
     const OneWorkspace for_all;
     for (size_t i = 0; i < matrices(); ++i) {
@@ -109,7 +109,7 @@ class GroupedWeightProduct final : public WgradTask {
   size_t matrices() const override { return groups_.size(); }
 
  private:
-  // Whether there are sums already: then both operands are FP8, or one of them is.
+  // A list has no sums yet: with sums, at least one operand is FP8.
   bool by_list(const DispatchMode& dispatch) const {
     return dispatch.direct() && dy_.plain.defined() && x_.plain.defined() && !sums_[0].defined() &&
            dtype_ == x_.plain.scalar_type();
@@ -207,8 +207,8 @@ class HostGroups final : public GemmPolicy {
     return std::make_shared<HostGroups>(std::move(grouping));
   }
 
-  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& made) const override {
-    return made.defined() ? each_row(dispatch, made) : column_sums_of(dispatch, dy, groups_);
+  Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& sums) const override {
+    return sums.defined() ? each_row(dispatch, sums) : column_sums_of(dispatch, dy, groups_);
   }
 
   Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
@@ -288,7 +288,7 @@ class HostGroups final : public GemmPolicy {
     const Tensor all = matrix_of(like);
     const c10::SymInt beyond = all.sym_size(0) - total_;
     check_apart(given, argument, t);
-    if (!dispatch.direct()) {  // results are not written into, where somebody traces
+    if (!dispatch.direct()) {  // a traced call returns new results
       std::vector<Tensor> parts;
       for (size_t i = 0; i < groups_.size(); ++i) {
         parts.push_back(product(part_of(dispatch, rows, i), i, part_of(dispatch, all, i), {}));
@@ -303,7 +303,7 @@ class HostGroups final : public GemmPolicy {
     }
     const char* why = nullptr;
     if (!by_list(rows, w, across, like, d, why)) {
-      const ListOneByOne told(why);
+      const ListOneByOne reason(why);
       const OneWorkspace for_all;
       for (size_t i = 0; i < groups_.size(); ++i) {
         product(part_of(dispatch, rows, i), i, part_of(dispatch, all, i), part_of(dispatch, d, i));

@@ -1,4 +1,4 @@
-// grouped_linear: a layer with a weight for each group of rows. Schemas and the Python entry.
+// grouped_linear is a layer with a weight for each group of rows. This file has its schemas and the Python entry.
 #include <ATen/autocast_mode.h>
 
 #include "core/op_registration.h"
@@ -72,7 +72,7 @@ Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; 
 using Grouped = Op<GroupedChain, &pack_grouped, &one>;
 using GroupedMainGrad = MainGradOp<GroupedChain, &pack_grouped, &one>::type;
 
-// What eager Python hands over in place of the schema's integers, and beside them.
+// Arguments of the eager Python entry: in place of the schema's integers, and beside them.
 struct GroupedHandles {
   GradAccumulatorPtr grad_accumulator;
   const std::vector<std::shared_ptr<ProductQuantization>>& quantizations;  // none, one for all, or one for each group
@@ -86,15 +86,14 @@ struct GroupedHandles {
   bool fits_schema() const { return quantizations.size() < 2 && !out.has_value() && !dgrad_out.has_value(); }
 };
 
-// What a CPU holds can be looked at: groups of the device are then groups of the host, cut as the offsets are. In FP8
-// they stay, so that tests on a CPU run what a GPU runs, unless somebody wants other products, or quantizers that the
-// device does not take.
+// The host can read offsets in CPU memory: groups of the device become groups of the host, split by the offsets. In FP8
+// they stay, so that tests on a CPU run what a GPU runs, except with set_cpu_products("loop") or with quantizers that
+// the device does not take.
 bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
   return quantizations.empty() || device_refuses(quantizations, groups) != nullptr || cpu_products_by_loop();
 }
 
-// Offsets of a list's groups where these, in FP8, are computed as those that the device alone knows: by kernels for all
-// of them, to the bits of products of each group.
+// Gives a list of FP8 groups offsets if kernels over all groups may compute it, to the bits of one GEMM a group.
 void put_at_once(Grouping& grouping, const Tensor& x, const std::vector<Tensor>& weights,
                  const std::vector<Tensor>& biases, const GroupedHandles& handles) {
   if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return;
@@ -106,7 +105,7 @@ void put_at_once(Grouping& grouping, const Tensor& x, const std::vector<Tensor>&
   const auto device = x.device().type();
   const at::ScalarType dtype =
       at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
-  BlockPlan plan = blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), !biases.empty(),
+  ListGemms plan = blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), !biases.empty(),
                                    handles.grad_accumulator != nullptr, *grouping.quantizations[0], grouping.splits});
   if (!plan.at_once) return;
   grouping.offsets = grouped_offsets_of(grouping.splits, x);
@@ -154,9 +153,9 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
 
 }  // namespace layer
 
-TE_OP_REGISTRATION(grouped_linear, faces) {
+TE_OP_REGISTRATION(grouped_linear, ops) {
   using namespace layer;
-  faces.op("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor")
+  ops.op("grouped_linear" TE_GROUPED_LINEAR ") -> Tensor")
       .chain<Grouped>()
       .python([](const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                  const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
@@ -167,7 +166,7 @@ TE_OP_REGISTRATION(grouped_linear, faces) {
         return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
                                      {grad_accumulator, quantizations, own_weights, out, dgrad_out});
       });
-  faces.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();
+  ops.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();
 }
 
 }  // namespace te_torch

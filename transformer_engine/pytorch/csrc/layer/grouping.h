@@ -14,9 +14,9 @@ struct Grouping {
   Tensor offsets;
   // One for all groups, or one for each; none: plain products.
   std::vector<Quantization> quantizations;
-  // Where results go, matrices that keep what they have in rows of nobody. Undefined: to new tensors, zeros there.
+  // Buffers of the results, whose rows of no group stay as they are. Undefined: new tensors, with zeros in such rows.
   Tensor out, dgrad_out;
-  // With splits and offsets: marks of the groups that these products leave to products of their own.
+  // With splits and offsets: marks the groups that the kernel leaves to a GEMM of their own.
   std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
 };
 
@@ -27,7 +27,7 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
 // Raises where a buffer of the caller's shares memory with what the product reads.
 void check_apart(const Tensor& given, const char* argument, const Operand& read);
 
-// What goes on of a buffer of the caller's that a result was written into: its memory, as part of no graph.
+// The result in a buffer of the caller's, without the buffer's graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
 
 // Below autograd a view has a version of its own: gives it that of its base, so that writes are noticed through both.

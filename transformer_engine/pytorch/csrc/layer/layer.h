@@ -1,6 +1,6 @@
-// A layer: prologue, TPComm, products, one behind the other; and a chain of layers as one autograd node, where what a
-// layer makes is the next one's prologue's input (norm, first product, activation, second product of an MLP). Data and
-// policies are here; forward.cpp and backward.cpp run them.
+// A layer runs a prologue, a GEMM with its tensor-parallel communication, and epilogues. A chain of layers is one
+// autograd node: the result of a layer is the input of the next one's prologue (an MLP: norm, GEMM, activation, GEMM).
+// - This header has data and policies; forward.cpp and backward.cpp run them.
 #pragma once
 
 #include "autograd/autograd.h"
@@ -49,7 +49,7 @@ struct Defaults {
 TE_EXPORT Defaults& defaults();
 
 // A family of autograd/autograd.h but for its name. Outputs: y; after a norm also the norm's output, and x + residual
-// (or x itself, asked for) after it.
+// (or x itself, if return_input) after it.
 struct TE_EXPORT LayerChain {
   struct State {
     LayerConfigs layers;
@@ -70,7 +70,7 @@ struct TE_EXPORT LayerChain {
 
 // ---- what forward.cpp and backward.cpp share ----
 
-// The names of a layer's saved tensors, behind those of the layers before it.
+// The names of a layer's saved tensors, after those of earlier layers.
 enum SavedName : int {
   kInput,
   kWeight,
@@ -78,7 +78,7 @@ enum SavedName : int {
   kUsedScales,
   kPackedInput,
   kWholeOperand,   // an operand as it was gathered, where it is kept so
-  kWeightValues,   // of a product that is run again by an FP8 copy: the weight that the backward reads
+  kWeightValues,   // the weight that the backward reads, where the recomputed GEMM reads its FP8 copy
   kSavedPrologue,  // what the prologue saves, and what the epilogues do
   kSavedEpilogue = kSavedPrologue + kOwnNames,
   kSavedNames = kSavedEpilogue + kOwnNames

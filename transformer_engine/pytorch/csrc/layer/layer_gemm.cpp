@@ -15,8 +15,8 @@ std::optional<int64_t> result_columns(Pass pass, const Operand& weight) {
 
 }  // namespace
 
-PendingResult run_gemm(const DispatchMode& dispatch, const LayerConfig& config, Pass pass, const Operand& operand,
-                       const WeightSet& weights, const Tensor& like, std::unique_ptr<CommOp> comm_op) {
+PendingResult layer_gemm(const DispatchMode& dispatch, const LayerConfig& config, Pass pass, const Operand& operand,
+                         const WeightSet& weights, const Tensor& like, std::unique_ptr<CommOp> comm_op) {
   const GemmPolicy& policy = *config.gemm_policy;
   const ProductQuantization* q = config.quantization.get();
   const bool fprop = pass == Pass::kFprop;

@@ -5,8 +5,8 @@
 
 namespace te_torch::layer {
 
-// comm_op: null where all rows are here. The result has the leading dimensions and the dtype of `like`.
-PendingResult run_gemm(const DispatchMode& dispatch, const LayerConfig& config, Pass pass, const Operand& operand,
-                       const WeightSet& weights, const Tensor& like, std::unique_ptr<CommOp> comm_op);
+// comm_op: null: this process has all rows. The result has the leading dimensions and the dtype of `like`.
+PendingResult layer_gemm(const DispatchMode& dispatch, const LayerConfig& config, Pass pass, const Operand& operand,
+                         const WeightSet& weights, const Tensor& like, std::unique_ptr<CommOp> comm_op);
 
 }  // namespace te_torch::layer

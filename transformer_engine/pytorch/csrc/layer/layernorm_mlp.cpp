@@ -1,5 +1,5 @@
-// layernorm_mlp: two layers as one node, a norm before the first product and an activation before the second. Schema
-// and Python entry.
+// layernorm_mlp is two layers as one node: a norm before the first GEMM, an activation before the second one. This file
+// has its schema and the Python entry.
 #include "core/op_registration.h"
 #include "layer/op_registration.h"
 
@@ -64,12 +64,12 @@ using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
 
 }  // namespace layer
 
-TE_OP_REGISTRATION(layernorm_mlp, faces) {
+TE_OP_REGISTRATION(layernorm_mlp, ops) {
   using namespace layer;
-  faces.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
+  ops.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<Mlp>()
       .python(Mlp::python("te::layernorm_mlp"));
-  faces.op("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
+  ops.op("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
       .chain<MlpMainGrad>();
 }
 

@@ -1,5 +1,5 @@
-// linear, normalization_linear and activation_linear: one layer each, behind another prologue. Schemas and Python
-// entries.
+// linear, normalization_linear and activation_linear are one layer each, with different prologues. This file has their
+// schemas and Python entries.
 #include "core/op_registration.h"
 #include "layer/op_registration.h"
 
@@ -76,11 +76,11 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
 
 }  // namespace layer
 
-TE_OP_REGISTRATION(linear, faces) {
+TE_OP_REGISTRATION(linear, ops) {
   using namespace layer;
-  faces.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python("te::linear"));
-  faces.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
-  faces.op("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
+  ops.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python("te::linear"));
+  ops.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
+  ops.op("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<NormLinear>()
       .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                  const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
@@ -98,12 +98,12 @@ TE_OP_REGISTRATION(linear, faces) {
         if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
         return results;
       });
-  faces.op("normalization_linear.main_grad" TE_NORM_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
+  ops.op("normalization_linear.main_grad" TE_NORM_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
       .chain<NormLinearMainGrad>();
-  faces.op("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
+  ops.op("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
       .chain<ActivationLinear>()
       .python(ActivationLinear::python("te::activation_linear"));
-  faces.op("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor")
+  ops.op("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor")
       .chain<ActivationLinearMainGrad>();
 }
 

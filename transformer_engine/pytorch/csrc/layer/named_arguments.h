@@ -79,8 +79,8 @@ struct WantedGradients {
   bool gemm() const { return operand || weight || bias(); }
 };
 
-// Of each layer. wants(place): whether the argument there wants one. any: whether one goes into the last layer's GEMM,
-// or into a layer before it.
+// Which gradients each layer wants. wants(place) tells that of the argument at a place. any: whether a gradient reaches
+// the last layer's GEMM or an earlier layer.
 struct WantedByLayer {
   c10::SmallVector<WantedGradients, 2> layers;
   bool any = false;

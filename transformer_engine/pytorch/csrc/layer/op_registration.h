@@ -16,7 +16,7 @@ namespace te_torch::layer {
 
 using GivenTPComm = std::shared_ptr<GroupTPComm>;
 
-// What eager Python hands over for each layer, as a tuple: in place of the schema's integers, and beside them.
+// Arguments of a layer from eager Python, as a tuple: in place of the schema's integers, and beside them.
 struct EagerHandles {
   GradAccumulatorPtr grad_accumulator;
   Quantization quantization;    // with its state
@@ -25,7 +25,7 @@ struct EagerHandles {
 
   std::vector<int64_t> spec() const { return quantization != nullptr ? quantization->pack() : std::vector<int64_t>(); }
 
-  // Whether there is something that a schema does not carry.
+  // Returns whether an argument is one that a schema does not carry.
   bool add_to(LayerArgs& call, size_t layer_idx) const {
     call.layers[layer_idx].grad_accumulator = grad_accumulator;
     call.layers[layer_idx].quantization = quantization;
@@ -88,8 +88,8 @@ inline void check_own_weights(const LayerArgs& call) {
   }
 }
 
-// Whether the autograd node can be made here, for a call that a schema cannot say: a dispatch mode sees the ops inside
-// of the node in any case. functorch takes whole ops; without a graph there is nothing that the node is for.
+// Whether this call may make the autograd node itself, with an argument that no schema has: a dispatch mode sees the
+// ops inside the node. functorch needs the op as one, and without a graph no node is needed.
 inline bool sees_inner_ops(const LayerArgs& call, at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return false;
   if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return false;
@@ -123,7 +123,7 @@ decltype(auto) for_pack(const T& argument) {
   }
 }
 
-// How Python hands over an argument of a schema.
+// The type of a schema's argument in the Python entry.
 template <class T>
 using FromPython =
     std::conditional_t<std::is_same_v<T, at::ArrayRef<int64_t>>, EagerHandles,
@@ -155,8 +155,8 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
                    call);
   }
 
-  // What Python calls in eager mode, with EagerHandles where the schema has integers of a quantization. `extra(call)`
-  // adds what is in them, and says whether something is that the schema does not carry.
+  // The eager entry of Python, with EagerHandles where the schema has the integers of a quantization. `extra(call)`
+  // adds their contents, and returns whether one of them is not in the schema.
   template <class Extra, class... Given>
   static auto eager(const char* name, Extra&& extra, const Given&... given) {
     LayerArgs call = kPack(detail::for_pack(given)...);
@@ -166,11 +166,11 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
     if (must_dispatch(tensors)) {
       refuse_grad_accumulator(beyond_schema, name);
       if (call.return_input && sees_inner_ops(call, tensors)) {
-        LayerArgs again = kPack(detail::for_schema(given)...);
-        again.return_input = true;
-        autocast_all(again);  // before autocast is excluded
+        LayerArgs traced = kPack(detail::for_schema(given)...);
+        traced.return_input = true;
+        autocast_all(traced);  // before autocast is excluded
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        return kUnpack(Node<Family, Dispatched>::run(tensors_of(again), again), again);
+        return kUnpack(Node<Family, Dispatched>::run(tensors_of(traced), traced), traced);
       }
       return Dispatched::call<&Op::autograd>(name, detail::for_schema(given)...);
     }
@@ -183,7 +183,7 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
     return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
   }
 
-  // What Python calls by the op's name: eager() with the schema's arguments, EagerHandles in place of each
+  // The function that Python calls by the op's name: eager() with the schema's arguments, EagerHandles in place of each
   // quantization's integers; the TPComms', which are the last two, are in the handles.
   static auto python(const char* name) { return python(name, std::make_index_sequence<sizeof...(Args) - 2>()); }
 

@@ -22,7 +22,7 @@ struct PrologueOutput {
   OwnSaves saves;
 };
 
-// What the backward has of it.
+// What the forward has saved for the backward.
 struct PrologueSaved {
   const Tensor& input;
   const Tensor& used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor
@@ -31,14 +31,14 @@ struct PrologueSaved {
 
 // A gradient on its way back through a prologue.
 struct PrologueGradient {
-  Tensor d_operand;  // undefined: none has arrived there
-  Tensor d_input;    // what has arrived at the prologue's input from elsewhere: a residual's
+  Tensor d_operand;  // undefined: there is none
+  Tensor d_input;    // a gradient of the prologue's input from elsewhere: that of a residual
   OwnWanted wanted;  // of the prologue's tensors
   bool wants_input = true;
-  // Whether the operand is recomputed on the way, and by which quantizer.
+  // Whether backward() recomputes the operand too, and by which quantizer.
   bool wants_operand = false;
   const Quantizer* quantizer = nullptr;
-  // Of the product that made the prologue's input: how it reads the gradient. Null where it goes on as it is.
+  // How the layer that computed the prologue's input reads the gradient. Null: in high precision.
   const Quantizer* next_quantizer = nullptr;
   QuantizeUsage usage{};
   bool wants_next_sums = false;
@@ -46,7 +46,7 @@ struct PrologueGradient {
 
 struct PrologueBackward {
   Operand dx;
-  Tensor dx_sums;  // of dx's columns, where they are wanted and dx was quantized
+  Tensor dx_sums;  // column sums of dx, if they are wanted and dx is quantized
   OwnGradients gradients;
   Operand operand;  // recomputed, in the direction that a weight's gradient reads
 };
@@ -60,11 +60,11 @@ class TE_EXPORT Prologue {
 
   virtual const SavedInfo& input_info() const = 0;
   virtual const SavedInfo& operand_info() const = 0;
-  // Whether the operand is x itself: a product can look at x first, and nothing is saved by making it again.
+  // Whether the operand is x itself, so that x can be checked first, and recomputing the operand saves no memory.
   virtual bool is_identity() const { return false; }
-  // Whether taking a gradient back reads the input.
+  // Whether backward() reads the input.
   virtual bool reads_input() const = 0;
-  // Whether backward() recomputes the operand on the way, at no cost worth a name: it is not kept then.
+  // Whether backward() recomputes the operand at almost no cost: the operand is not saved then.
   virtual bool recomputes_operand() const { return false; }
 
   virtual PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
@@ -86,8 +86,8 @@ enum Own : int { kResidual, kGamma, kBeta, kMean, kRstd };
 TE_EXPORT ProloguePtr norm_prologue(double eps, bool rms, bool zero_centered_gamma);
 TE_EXPORT ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params);
 
-// Whether a room's own FP8 form serves: dispatch by the dispatcher and quantizers written in Python go by way of
-// the plain value, to the same bits.
+// Whether a kernel may write FP8 directly. Traced calls and quantizers written in Python quantize its plain result, to
+// the same bits.
 inline bool fuses(const DispatchMode& dispatch, const Quantizer* quantizer) {
   return dispatch.direct() && quantizer != nullptr && quantizer->active() &&
          quantizer->spec.kind != QuantizeSpec::kPython;

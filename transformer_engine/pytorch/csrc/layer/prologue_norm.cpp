@@ -1,4 +1,4 @@
-// A norm as a prologue: RMSNorm or LayerNorm, of the sum with a residual where there is one.
+// A norm as a prologue: RMSNorm or LayerNorm, of x or of x + residual.
 #include "layer/prologue.h"
 #include "ops/normalization.h"
 #include "ops/normalization_quantize.h"

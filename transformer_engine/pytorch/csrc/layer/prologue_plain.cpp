@@ -1,4 +1,4 @@
-// The prologue that is none: the product reads the layer's input.
+// The identity as a prologue: the GEMM reads the layer's input.
 #include "layer/prologue.h"
 
 namespace te_torch::layer {

@@ -11,7 +11,7 @@ constexpr SavedInfo kMlpInput{"MLP input", "norm, first product and activation a
                               "the sum or product that made it: te.checkpoint around the layer", true};
 
 // A weight as a backward in high precision reads it: the parameter; where that is held in FP8 alone, what it means.
-// Such a parameter is a subclass in eager mode; in a layer that is run again it is FP8 data.
+// Such a parameter is a subclass in eager mode; in a recomputed layer it is FP8 data.
 Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, const Operand& read, bool own) {
   const bool subclass = dispatch.direct() && parameter.key_set().has(c10::DispatchKey::Python);
   const bool values = !own || (parameter.is_floating_point() && !subclass);
@@ -38,7 +38,7 @@ SavedInfo saved_info(SavedInfo info, const ProductQuantization* q) {
   return info;
 }
 
-// Of the shape and size of what is not kept: FP8 data, of which the backward makes 16-bit values, are half of it.
+// The report shows the shape and size of what is not saved. If the backward reads values, FP8 data are half of that.
 void report_recomputed(const SaveContext& save, const Operand& operand, const ProductQuantization* q,
                        const Tensor& like, const SavedInfo& info) {
   for (const Operand& group : operand.groups) report_recomputed(save, group, q, like, info);
@@ -53,7 +53,7 @@ void report_recomputed(const SaveContext& save, const Operand& operand, const Pr
 }
 
 void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSaves& saves, SaveFor save_for) {
-  const auto& [config, layer_idx, in, made, epilogue, operand, gathered, weights, wanted] = saves;
+  const auto& [config, layer_idx, in, prologue_output, epilogue, operand, gathered, weights, wanted] = saves;
   const ProductQuantization* q = config.quantization.get();
   const Prologue& prologue = *config.prologue;
   const bool rerun = save_for == SaveFor::kRecompute;  // the backward runs prologue and GEMM again first
@@ -78,9 +78,9 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
 
   constexpr SaveMode kKeep = SaveMode::kSave;
   const SaveRule rules[] = {
-      {kInput, keep_input, kKeep, made.input, {}, {}, prologue.input_info()},
-      {kInput, rerun, kKeep, made.input, {}, {}, kMlpInput},
-      {kSavedPrologue, rerun, kKeep, {}, {}, {}, {}, made.saves},
+      {kInput, keep_input, kKeep, prologue_output.input, {}, {}, prologue.input_info()},
+      {kInput, rerun, kKeep, prologue_output.input, {}, {}, kMlpInput},
+      {kSavedPrologue, rerun, kKeep, {}, {}, {}, {}, prologue_output.saves},
       {kSavedEpilogue, rerun, kKeep, in.epilogue.list(kBias), {}, {}, kParameter},
       {kSavedEpilogue,
        rerun || wanted.operand || wanted.weight || wanted.epilogue.any(),
@@ -97,7 +97,7 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
       {kUsedScales, recompute, kKeep, used, {}, {}, kScales},
       {kWholeOperand, !rerun && !recompute, kKeep, {}, gathered, read, saved_info(kGatheredInput, q)},
       {kOperand, !rerun && !recompute && wanted.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
-      {kSavedPrologue, through_prologue, kKeep, {}, {}, {}, {}, made.saves},
+      {kSavedPrologue, through_prologue, kKeep, {}, {}, {}, {}, prologue_output.saves},
   };
   for (const SaveRule& rule : rules) {
     if (!rule.condition) continue;
@@ -109,7 +109,7 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
     }
     for (const Operand& one : rule.operands) {
       if (rule.mode == SaveMode::kRecompute) {
-        report_recomputed(save, one, q, made.input, rule.info);
+        report_recomputed(save, one, q, prologue_output.input, rule.info);
       } else {
         const bool fp8_weight = rule.name == kWeight && one.quantized();
         keep_operand(save, name, one, rule.usage, fp8_weight ? saved_info(kQuantizedWeight, q) : rule.info);

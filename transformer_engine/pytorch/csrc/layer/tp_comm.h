@@ -1,5 +1,6 @@
-// The collective of tensor parallelism around a layer's GEMM: hands the GEMM rows of its operand as they arrive, and
-// takes rows of its result away. A local layer has none.
+// A TPComm runs the collective of tensor parallelism around a layer's GEMM: it gives the GEMM rows of its operand as
+// they arrive, and sends rows of its result away.
+// - A local layer has none.
 #pragma once
 
 #include <memory>
@@ -11,10 +12,10 @@
 
 namespace te_torch::layer {
 
-// The product, by what it reads: the layer's operand, or the gradient of its result.
+// A GEMM by its operand: the layer's operand, or the gradient of the result.
 enum class Pass : uint8_t { kFprop, kDgrad };
 
-// One product's way through a TPComm.
+// The communication of one GEMM.
 class TE_EXPORT CommOp {
  public:
   CommOp() = default;
@@ -22,30 +23,29 @@ class TE_EXPORT CommOp {
   CommOp(const CommOp&) = delete;
   CommOp& operator=(const CommOp&) = delete;
 
-  // What the product reads; of its rows only those that next_chunk() has named.
+  // The operand of the GEMM. Only the rows that next_chunk() has named are valid.
   virtual const Operand& operand() const = 0;
-  // Null: rows arrive in runs. Else all are here, next_chunk() is not asked, and the product's result has the leading
-  // dimensions and the dtype of this.
+  // Null: rows arrive in chunks. Else all rows have arrived, next_chunk() is not called, and the GEMM's result has the
+  // leading dimensions and the dtype of this tensor.
   virtual const Tensor* at_once() const { return nullptr; }
-  // All rows of the product, where runs of them may be asked for; else 0.
+  // All rows of the GEMM, if it may run in chunks; else 0.
   virtual int64_t rows() const { return 0; }
-  // Before either is asked: the columns of the result, where runs of its rows have the bits of the whole.
+  // Called first. columns: those of the result, if chunks of its rows have the bits of one GEMM over all rows.
   virtual void plan_chunks(std::optional<int64_t> columns) {}
-  // Where the result of all rows is to be, [rows, cols]; undefined: anywhere, and store_chunk() moves it.
+  // The buffer for the result of all rows, [rows, cols]; undefined: any, and store_chunk() moves it.
   virtual Tensor output_buffer() const { return {}; }
-  // What the product reads of these rows.
+  // The operand's rows of a chunk.
   virtual Operand part(const Rows& rows) const { return rows_of(operand(), rows); }
-  // The next rows that have arrived; of an operand without rows, once, none of them. False: there are no more. The
-  // current stream may be another one from here on, for part(), the product of these rows and store_chunk(), until it
-  // is false.
+  // Names the next rows that have arrived; an operand without rows has one empty chunk. False: no chunk is left. It may
+  // set another current stream for part(), the GEMM of these rows and store_chunk(), until it returns false.
   virtual bool next_chunk(Rows& rows) = 0;
-  // These rows of the product's result, [rows, features]; rows is null for all of them at once.
+  // Takes these rows of the GEMM's result, [rows, features]; rows is null for all at once.
   virtual void store_chunk(const Rows* rows, const Tensor& result) = 0;
-  // What goes on in place of the result, when all rows were taken. What has to be waited for is, here.
+  // Waits, and returns the layer's result after all chunks are stored.
   virtual Tensor finish() = 0;
 };
 
-// An operand of which all ranks' rows are on their way: to be waited for, in the call that has begun it.
+// A gather of an operand's rows from all ranks. The call that has begun it must wait for it.
 class TE_EXPORT GatherFuture {
  public:
   GatherFuture() = default;
@@ -56,8 +56,8 @@ class TE_EXPORT GatherFuture {
   virtual Operand wait() = 0;
 };
 
-// When an operand that is handed over is quantized: by who makes it, as without a TPComm; by the TPComm, with what
-// all ranks have to say about its scale; or when all of it has arrived.
+// When an operand is quantized: by its producer, before the gather; by the TPComm, by a scale from the amax of all
+// ranks; or after the gather.
 enum class QuantizeAt : uint8_t { kBeforeGather, kWithSharedAmax, kAfterGather };
 
 class TE_EXPORT TPComm {
@@ -67,60 +67,62 @@ class TE_EXPORT TPComm {
   TPComm(const TPComm&) = delete;
   TPComm& operator=(const TPComm&) = delete;
 
-  // The process group whose ranks ask each other before a call's first collective, or none: ranks that hear of each
-  // other in another way. x: what the call is given.
+  // The process group whose ranks compare fingerprints before a call's first collective; empty: they compare them in
+  // another way. x: the input of the call.
   virtual std::string_view asking_group(const Tensor& x) const { return {}; }
-  // Refuses an x that cannot be handed over, before anything is done with it.
+  // Refuses an x that cannot be communicated.
   virtual void check(const Tensor& x) const {}
-  // Whether what the product of this pass reads comes from others too.
+  // Whether the operand of this pass is gathered from all ranks.
   virtual bool gathers(Pass) const { return false; }
-  // Whether others add to the result of this pass: a bias is added after them then, by the CommOp.
+  // Whether the result of this pass is summed over ranks. The CommOp adds the bias after that.
   virtual bool adds_up(Pass) const { return false; }
-  // Of fprop: the size of its operand's dimension 0 whose result has `rows` there.
+  // The size of dimension 0 of fprop's operand, if the result has `rows` rows there.
   virtual c10::SymInt rows_before(const c10::SymInt& rows) const { return rows; }
-  // Whether what the forward has gathered of its operand is kept for the backward, which gathers it again otherwise.
-  // quantized: what would be kept comes in FP8.
+  // Whether the operand that the forward has gathered is saved; if not, the backward gathers it again. quantized: FP8
+  // would be saved.
   virtual bool keeps_gathered(bool quantized) const { return false; }
   virtual QuantizeAt quantize_at(const DispatchMode&, Pass, const Quantizer*, const Tensor& x) const {
     return QuantizeAt::kBeforeGather;
   }
-  // Of QuantizeAt::kWithSharedAmax.
+  // For QuantizeAt::kWithSharedAmax.
   virtual Operand quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const { return {x, {}}; }
 
-  // `mine` is what this process has; `like` has its leading dimensions and the dtype of the result. behind: quantizes
-  // what has arrived in `directions`; null: it comes as it was sent. bias: of a pass that adds up. Null: all is here
-  // and stays here; in a call that is traced (dispatch mode) rows do not arrive one behind the other. buffers: of the
-  // call of a node's forward or backward that reads what arrives, and that goes on without it; null where somebody
-  // keeps it.
+  // Begins the communication of a GEMM; returns null if the pass is local.
+  // - mine: the operand of this process; like: has its leading dimensions and the dtype of the result.
+  // - after_gather: quantizes the gathered operand in `usage`; null: it stays as it was sent.
+  // - bias: of a pass that adds_up().
+  // - buffers: of the call that reads the gathered operand; null: that is saved, and needs memory of its own.
+  // - A traced call receives all rows at once.
   virtual std::unique_ptr<CommOp> begin(const DispatchMode& dispatch, Pass pass, const Operand& mine,
-                                        const Tensor& like, const Quantizer* behind, QuantizeUsage usage,
+                                        const Tensor& like, const Quantizer* after_gather, QuantizeUsage usage,
                                         const OptionalTensor& bias, ScopedBuffers* buffers) const = 0;
-  // All rows of what the product of this pass reads, for the product of a weight's gradient, which reads both; of an
-  // FP8 operand columnwise, or rowwise where it has that alone. done: of the same pass, in the same call, or null.
-  // gradient: what the backward came with; undefined in a forward. buffers: as of begin().
-  virtual Operand whole(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* behind,
-                        const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const = 0;
-  // Whether time is won by beginning that ahead of what is computed before it is read.
+  // The operand of this pass with the rows of all ranks, for the weight's gradient: FP8 columnwise, or rowwise if it
+  // has only that. done: a CommOp of the same pass and call, or null. gradient: the incoming one of a backward;
+  // undefined in a forward. buffers: as for begin().
+  virtual Operand gather_all(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                             const Quantizer* after_gather, const CommOp* done, const Tensor& gradient,
+                             ScopedBuffers* buffers) const = 0;
+  // Whether beginning that early saves time.
   virtual bool begins_ahead() const { return false; }
-  // Null: not by this operand's.
-  virtual std::unique_ptr<GatherFuture> begin_whole(const DispatchMode& dispatch, Pass pass, const Operand& mine,
-                                                    const Quantizer* behind, const Tensor& gradient,
-                                                    ScopedBuffers* buffers) const {
+  // Returns null if this operand cannot be gathered asynchronously.
+  virtual std::unique_ptr<GatherFuture> begin_gather_all(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                                         const Quantizer* after_gather, const Tensor& gradient,
+                                                         ScopedBuffers* buffers) const {
     return nullptr;
   }
 };
 
-// A product's result on its way.
+// The result of a GEMM whose communication may not be finished.
 struct PendingResult {
   std::unique_ptr<CommOp> comm_op;
-  Tensor local;  // where there is none
+  Tensor local;  // the result, without a CommOp
 
   bool defined() const { return comm_op != nullptr || local.defined(); }
   Tensor result() const { return comm_op != nullptr ? comm_op->finish() : local; }
 };
 
-// product(operand, rows, like, into) for all rows; rows is null for the whole. Its result has the leading dimensions of
-// `like`, and is made in `into` where that is defined. ahead(CommOp): what a CommOp wants to know first.
+// Calls product(operand, rows, like, into) for all rows, in chunks or at once (rows is null then). Its result has the
+// leading dimensions of `like`, and lies in `into` if that is defined. ahead(CommOp) calls plan_chunks().
 template <class Product, class Ahead>
 PendingResult through(std::unique_ptr<CommOp> comm_op, const Operand& mine, const Tensor& like, Product&& product,
                       Ahead&& ahead) {

@@ -25,15 +25,15 @@ Tensor rows_like(const Tensor& t, const c10::SymInt& first) {
   return t.new_empty_symint(shape);
 }
 
-// Matrices [rows, n] behind each other, [ranks * rows, >= n], side by side: [rows, ranks * n].
+// Stacked matrices [rows, n], as [ranks * rows, >= n], side by side: [rows, ranks * n].
 Tensor side_by_side(const DispatchMode& dispatch, const Tensor& t, int64_t ranks, const c10::SymInt& n) {
   const Tensor parts = t.view_symint({ranks, t.sym_size(0) / ranks, t.sym_size(1)}).narrow_symint(2, 0, n);
   return dispatch.call<comm_interleave>("te::comm_interleave", parts);
 }
 
-// Why values are gathered ahead of such a quantizer, where FP8 is half of the bytes.
-const char* why_values(const Quantizer& behind) {
-  switch (behind.spec.kind) {
+// Why such a quantizer runs after the gather, though FP8 would be half of the bytes.
+const char* why_values(const Quantizer& after_gather) {
+  switch (after_gather.spec.kind) {
     case QuantizeSpec::kBlock1d:
     case QuantizeSpec::kBlock2d:
       return "FP8 takes half of the bytes, but blocks of 128 tokens would lie across ranks: give each a multiple of "
@@ -46,7 +46,7 @@ const char* why_values(const Quantizer& behind) {
   }
 }
 
-// Of an operand; columnwise: of FP8 data whose rows are columns.
+// The rows of an operand. columnwise: counted in its columnwise FP8 data.
 c10::SymInt rows_in(const Operand& mine, bool columnwise) {
   if (mine.quantized()) return columnwise ? mine.fp8.columnwise.sym_size(1) : mine.fp8.rowwise.sym_size(0);
   c10::SymInt rows = 1;
@@ -54,83 +54,82 @@ c10::SymInt rows_in(const Operand& mine, bool columnwise) {
   return rows;
 }
 
-// All ranks' rows of one tensor: on their way over peers, or there.
-class Coming {
+// The rows of one tensor from all ranks: still arriving from peers, or complete.
+class GatheredTensor {
  public:
-  Coming() = default;
-  // buffers: null where somebody keeps them, in memory of their own.
-  // tokens: of all ranks.
-  Coming(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Tensor& t, const c10::SymInt& tokens,
-         const Tensor& gradient, ScopedBuffers* buffers, SlotKind kind) {
+  GatheredTensor() = default;
+  // buffers: null: the rows are saved, in memory of their own. tokens: of all ranks.
+  GatheredTensor(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Tensor& t, const c10::SymInt& tokens,
+                 const Tensor& gradient, ScopedBuffers* buffers, SlotKind kind) {
     const std::string_view name(tp_comm.group());
     const int64_t ranks = tp_comm.parallel().ranks;
-    const bool again = gradient.defined();
+    const bool regather = gradient.defined();
     if (auto channel = tp_comm.peers(dispatch, t, TE_COMM_GATHER_PRODUCT, tokens)) {
-      kept_ = buffers == nullptr;
-      if (kept_) own_ = std::make_unique<ScopedBuffers>();
-      ScopedBuffers& held = kept_ ? *own_ : *buffers;
-      on_its_way_ = Direct::call<begin_peer_gather>("te::peer_gather", std::move(channel), t, kind, held);
+      keeps_ = buffers == nullptr;
+      if (keeps_) own_ = std::make_unique<ScopedBuffers>();
+      ScopedBuffers& held = keeps_ ? *own_ : *buffers;
+      pending_ = Direct::call<begin_peer_gather>("te::peer_gather", std::move(channel), t, kind, held);
     } else if (buffers != nullptr && dispatch.direct()) {
-      there_ = Direct::call<group_gather_pooled>(again ? "te::group_gather_again" : "te::group_gather", t, name, ranks,
-                                                 again, *buffers, kind);
-    } else if (again) {
-      there_ = dispatch.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
+      arrived_ = Direct::call<group_gather_pooled>(regather ? "te::group_gather_again" : "te::group_gather", t, name,
+                                                   ranks, regather, *buffers, kind);
+    } else if (regather) {
+      arrived_ = dispatch.call<group_gather_again>("te::group_gather_again", t, gradient, name, ranks);
     } else {
-      there_ = dispatch.call<group_gather>("te::group_gather", t, name, ranks);
+      arrived_ = dispatch.call<group_gather>("te::group_gather", t, name, ranks);
     }
   }
 
   Tensor wait() {
-    if (on_its_way_ == nullptr) return there_;
-    const Tensor all = on_its_way_->wait();
-    return kept_ ? all.clone() : all;
+    if (pending_ == nullptr) return arrived_;
+    const Tensor all = pending_->wait();
+    return keeps_ ? all.clone() : all;
   }
 
  private:
-  bool kept_ = false;
+  bool keeps_ = false;
   std::unique_ptr<ScopedBuffers> own_;
-  std::shared_ptr<PeerGathering> on_its_way_;
-  Tensor there_;
+  std::shared_ptr<PeerGathering> pending_;
+  Tensor arrived_;
 };
 
-class Gathering final : public GatherFuture {
+class GroupGather final : public GatherFuture {
  public:
-  Gathering(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Operand& mine, bool columnwise,
-            const Quantizer* behind, QuantizeUsage usage, const Tensor& gradient, ScopedBuffers* buffers)
-      : route_(dispatch),
+  GroupGather(const DispatchMode& dispatch, const GroupTPComm& tp_comm, const Operand& mine, bool columnwise,
+              const Quantizer* after_gather, QuantizeUsage usage, const Tensor& gradient, ScopedBuffers* buffers)
+      : dispatch_(dispatch),
         ranks_(tp_comm.parallel().ranks),
         mine_(mine),
         columnwise_(columnwise),
-        behind_(behind),
-        directions_(usage) {
-    const CollectivePathNote told(behind != nullptr ? "process group, serial, quantized behind" : nullptr,
-                                  behind != nullptr ? why_values(*behind) : tp_comm.why_serial());
-    const auto coming = [&](const Tensor& t, bool put_together, SlotKind kind) {
-      return Coming(dispatch, tp_comm, t, rows_ * ranks_, gradient, put_together ? &own_ : buffers, kind);
+        after_gather_(after_gather),
+        usage_(usage) {
+    const CollectivePathNote reason(after_gather != nullptr ? "process group, serial, quantized behind" : nullptr,
+                           after_gather != nullptr ? why_values(*after_gather) : tp_comm.why_serial());
+    const auto gather = [&](const Tensor& t, bool put_together, SlotKind kind) {
+      return GatheredTensor(dispatch, tp_comm, t, rows_ * ranks_, gradient, put_together ? &own_ : buffers, kind);
     };
     rows_ = rows_in(mine, columnwise);
     if (!mine.quantized()) {
-      data_ = coming(mine.plain, false, SlotKind::kValues);
+      data_ = gather(mine.plain, false, SlotKind::kValues);
       return;
     }
     const Quantized& q = mine.fp8;
-    data_ = columnwise ? coming(q.columnwise, true, SlotKind::kColumns) : coming(q.rowwise, false, SlotKind::kValues);
+    data_ = columnwise ? gather(q.columnwise, true, SlotKind::kColumns) : gather(q.rowwise, false, SlotKind::kValues);
     if (q.scaling == TE_SCALING_TENSOR) return;
     TORCH_INTERNAL_ASSERT(rows_ % kBlock == 0);
-    scales_ = coming(columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, along(), SlotKind::kScales);
+    scales_ = gather(columnwise ? q.columnwise_scale_inv : q.rowwise_scale_inv, along(), SlotKind::kScales);
   }
 
   Operand wait() override {
     Tensor all = data_.wait();
     if (!mine_.quantized()) {
-      return behind_ != nullptr ? operand_of(route_, behind_, all, directions_) : Operand{all, {}};
+      return after_gather_ != nullptr ? operand_of(dispatch_, after_gather_, all, usage_) : Operand{all, {}};
     }
     const Quantized& mine = mine_.fp8;
-    if (columnwise_) all = side_by_side(route_, all, ranks_, rows_);
+    if (columnwise_) all = side_by_side(dispatch_, all, ranks_, rows_);
     Tensor scales = columnwise_ ? mine.columnwise_scale_inv : mine.rowwise_scale_inv;
     if (mine.scaling != TE_SCALING_TENSOR) {
       scales = scales_.wait();
-      if (along()) scales = side_by_side(route_, scales, ranks_, columnwise_ ? rows_ / kBlock : rows_);
+      if (along()) scales = side_by_side(dispatch_, scales, ranks_, columnwise_ ? rows_ / kBlock : rows_);
     }
     Quantized q{mine.scaling, mine.e5m2, {}, {}, {}, {}};
     (columnwise_ ? q.columnwise : q.rowwise) = all;
@@ -142,22 +141,22 @@ class Gathering final : public GatherFuture {
   // Blocks whose scales lie along the rows: those of 1 x 128 rowwise, of 128 x 128 columnwise.
   bool along() const { return columnwise_ != te::scaling_row(mine_.fp8.scaling).across; }
 
-  const DispatchMode route_;
+  const DispatchMode dispatch_;
   const int64_t ranks_;
   const Operand mine_;
   const bool columnwise_;
-  const Quantizer* const behind_;
-  const QuantizeUsage directions_;
+  const Quantizer* const after_gather_;
+  const QuantizeUsage usage_;
   c10::SymInt rows_;   // of this rank
   ScopedBuffers own_;  // of what is put together in memory of its own
-  Coming data_, scales_;
+  GatheredTensor data_, scales_;
 };
 
-class GroupTransfer final : public CommOp {
+class GroupCommOp final : public CommOp {
  public:
-  GroupTransfer(const DispatchMode& dispatch, const GroupTPComm& tp_comm, bool adds_up, Operand arrived, Tensor like,
-                const OptionalTensor& bias)
-      : route_(dispatch),
+  GroupCommOp(const DispatchMode& dispatch, const GroupTPComm& tp_comm, bool adds_up, Operand arrived, Tensor like,
+              const OptionalTensor& bias)
+      : dispatch_(dispatch),
         parallel_(tp_comm.parallel()),
         group_(tp_comm.group()),
         why_serial_(tp_comm.why_serial()),
@@ -173,21 +172,21 @@ class GroupTransfer final : public CommOp {
   void store_chunk(const Rows*, const Tensor& result) override {
     result_ = result;
     if (!adds_up_) return;
-    const CollectivePathNote told(nullptr, why_serial_);
+    const CollectivePathNote reason(nullptr, why_serial_);
     if (parallel_.sequence) {
       const std::string_view name(group_);
       ScopedBuffers buffers;  // the sum is what goes on
       const Tensor partials =
-          route_.direct()
+          dispatch_.direct()
               ? Direct::call<group_exchange_pooled>("te::group_exchange", result, name, parallel_.ranks, buffers)
               : Dispatched::call<group_exchange>("te::group_exchange", result, name, parallel_.ranks);
-      result_ = route_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
+      result_ = dispatch_.call<comm_ordered_sum>("te::comm_ordered_sum", partials, bias_);
     } else if (parallel_.sum != 0 && parallel_.mode == Parallel::kRow) {
-      result_ = route_.call<group_symmetric_sum>("te::group_symmetric_sum", result, std::string_view(group_),
-                                                 parallel_.ranks, parallel_.sum);
-    } else if (route_.direct()) {
+      result_ = dispatch_.call<group_symmetric_sum>("te::group_symmetric_sum", result, std::string_view(group_),
+                                                    parallel_.ranks, parallel_.sum);
+    } else if (dispatch_.direct()) {
       result_ = result.contiguous();
-      // Behind a column's input gradient comes its weight's; behind a row's output nothing.
+      // The weight's gradient overlaps the sum of a column's input gradient; nothing overlaps that of a row's output.
       work_ = begin_group_sum(result_, group_, parallel_.ranks, parallel_.mode == Parallel::kColumn);
     } else {
       result_ = Dispatched::call<group_sum>("te::group_sum", result, std::string_view(group_), parallel_.ranks);
@@ -202,7 +201,7 @@ class GroupTransfer final : public CommOp {
   }
 
  private:
-  DispatchMode route_;
+  DispatchMode dispatch_;
   const Parallel parallel_;
   const std::string group_;
   const char* const why_serial_;  // the TPComm's
@@ -259,7 +258,7 @@ QuantizeAt GroupTPComm::quantize_at(const DispatchMode& dispatch, Pass pass, con
       for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
       return rows % kBlock == 0 ? QuantizeAt::kBeforeGather : QuantizeAt::kAfterGather;
     }
-    case QuantizeSpec::kPython:  // what it says of a part need not be what it says of the whole
+    case QuantizeSpec::kPython:  // a part may be quantized otherwise than all rows
       return QuantizeAt::kAfterGather;
     default:
       return QuantizeAt::kBeforeGather;
@@ -267,7 +266,7 @@ QuantizeAt GroupTPComm::quantize_at(const DispatchMode& dispatch, Pass pass, con
 }
 
 Operand GroupTPComm::quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const {
-  const CollectivePathNote told(nullptr, why_serial());
+  const CollectivePathNote reason(nullptr, why_serial());
   const Tensor amax = Direct::call<quantize_amax>("te::quantize_amax", x);
   Direct::call<group_amax>("te::group_amax", amax, x, std::string_view(group_), parallel_.ranks);
   int64_t rows = 1;
@@ -277,13 +276,13 @@ Operand GroupTPComm::quantized(const Quantizer& quantizer, const Tensor& x, Quan
 }
 
 std::unique_ptr<GatherFuture> GroupTPComm::gathering(const DispatchMode& dispatch, const Operand& mine, bool columnwise,
-                                                     const Quantizer* behind, QuantizeUsage usage,
+                                                     const Quantizer* after_gather, QuantizeUsage usage,
                                                      const Tensor& gradient, ScopedBuffers* buffers) const {
-  return std::make_unique<Gathering>(dispatch, *this, mine, columnwise, behind, usage, gradient, buffers);
+  return std::make_unique<GroupGather>(dispatch, *this, mine, columnwise, after_gather, usage, gradient, buffers);
 }
 
 std::unique_ptr<CommOp> GroupTPComm::begin(const DispatchMode& dispatch, Pass pass, const Operand& mine,
-                                           const Tensor& like, const Quantizer* behind, QuantizeUsage usage,
+                                           const Tensor& like, const Quantizer* after_gather, QuantizeUsage usage,
                                            const OptionalTensor& bias, ScopedBuffers* buffers) const {
   if (!gathers(pass) && !adds_up(pass)) return nullptr;
   const c10::SymInt tokens = rows_in(mine, false) * (gathers(pass) ? parallel_.ranks : 1);
@@ -292,33 +291,35 @@ std::unique_ptr<CommOp> GroupTPComm::begin(const DispatchMode& dispatch, Pass pa
   const bool automatic = parallel_.overlap == Parallel::kAuto;
   if (!gathers(pass)) {
     if (channel) return peer_product_scatter(std::move(channel), automatic, pass, mine, like, bias);
-    return std::make_unique<GroupTransfer>(dispatch, *this, true, mine, like, bias);
+    return std::make_unique<GroupCommOp>(dispatch, *this, true, mine, like, bias);
   }
   const bool blocks = mine.quantized() && mine.fp8.scaling != TE_SCALING_TENSOR;
-  if (channel && behind == nullptr && !blocks) {
+  if (channel && after_gather == nullptr && !blocks) {
     return peer_gather_product(std::move(channel), automatic, pass, mine, like, buffers);
   }
-  Operand arrived = gathering(dispatch, mine, false, behind, usage, {}, buffers)->wait();
+  Operand arrived = gathering(dispatch, mine, false, after_gather, usage, {}, buffers)->wait();
   const Tensor all = rows_like(like, like.sym_size(0) * parallel_.ranks);
-  return std::make_unique<GroupTransfer>(dispatch, *this, false, std::move(arrived), all, bias);
+  return std::make_unique<GroupCommOp>(dispatch, *this, false, std::move(arrived), all, bias);
 }
 
-Operand GroupTPComm::whole(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* behind,
-                           const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const {
+Operand GroupTPComm::gather_all(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                const Quantizer* after_gather, const CommOp* done, const Tensor& gradient,
+                                ScopedBuffers* buffers) const {
   if (!gathers(pass)) return mine;
   if (!mine.quantized() && done != nullptr) return buffers != nullptr ? done->operand() : off_pool(done->operand());
-  return gathering(dispatch, mine, mine.fp8.columnwise.defined(), behind, {false, true}, gradient, buffers)->wait();
+  return gathering(dispatch, mine, mine.fp8.columnwise.defined(), after_gather, {false, true}, gradient, buffers)
+      ->wait();
 }
 
-std::unique_ptr<GatherFuture> GroupTPComm::begin_whole(const DispatchMode& dispatch, Pass pass, const Operand& mine,
-                                                       const Quantizer* behind, const Tensor& gradient,
-                                                       ScopedBuffers* buffers) const {
+std::unique_ptr<GatherFuture> GroupTPComm::begin_gather_all(const DispatchMode& dispatch, Pass pass,
+                                                            const Operand& mine, const Quantizer* after_gather,
+                                                            const Tensor& gradient, ScopedBuffers* buffers) const {
   const bool columnwise = mine.fp8.columnwise.defined();
   const Tensor& data = !mine.quantized() ? mine.plain : columnwise ? mine.fp8.columnwise : mine.fp8.rowwise;
   if (!gathers(pass)) return nullptr;
   const c10::SymInt tokens = rows_in(mine, columnwise) * parallel_.ranks;
   if (peers(dispatch, data, TE_COMM_GATHER_PRODUCT, tokens) == nullptr) return nullptr;
-  return gathering(dispatch, mine, columnwise, behind, {false, true}, gradient, buffers);
+  return gathering(dispatch, mine, columnwise, after_gather, {false, true}, gradient, buffers);
 }
 
 std::shared_ptr<const TPComm> tp_comm_of(at::ArrayRef<int64_t> packed, std::string_view group, const char* op) {

@@ -1,8 +1,8 @@
-// The TPComm of tensor parallelism: rows of tokens go over a process group, in one collective before or behind the
-// whole product; or over a channel to peers, in runs (tp_comm_peer.h).
-//   column, sequence: fprop gathers x; dgrad's partial results are added up and scattered; wgrad gathers x again.
-//   row, sequence: fprop's partial results are added up and scattered, the bias behind; dgrad and wgrad gather dy.
-//   without sequence: a column's dgrad and a row's fprop are added up, and every rank has all rows.
+// The TPComm of tensor parallelism sends rows of tokens over a process group, in one collective before or after the
+// GEMM, or over a channel to peers, in chunks (tp_comm_peer.h).
+// - column, sequence: fprop gathers x; dgrad's partial results are summed and scattered; wgrad gathers x again.
+// - row, sequence: fprop's partial results are summed and scattered, then the bias is added; dgrad and wgrad gather dy.
+// - without sequence: a column's dgrad and a row's fprop are summed, and every rank has all rows.
 #pragma once
 
 #include <string>
@@ -16,15 +16,15 @@ namespace te_torch::layer {
 struct Parallel {
   enum Mode : int64_t { kColumn = 1, kRow = 2 } mode = kColumn;
   bool sequence = false;  // dimension 0 is divided over the ranks
-  // Of a column's gathered input: all of it is kept; nothing, and the backward gathers it again; or what came for the
-  // product anyway, and not what would be gathered to be kept (FP8 in the other direction): for a checkpoint's runs.
+  // What is saved of a column's gathered input: all; nothing, and the backward gathers it again; or only what the GEMM
+  // has gathered, not what would be gathered just to be saved (FP8 columnwise): for runs under a checkpoint.
   enum Keeps : int64_t { kGathered, kNothing, kArrived } keeps = kGathered;
   int64_t ranks = 1;
-  // What adds up a row's output that is not scattered: the group (0), or kernels over symmetric memory.
+  // What sums a row's output that is not scattered: the group (0), or kernels over symmetric memory.
   int64_t sum = 0;
 
-  // How products and communication share the time: one behind the other over the group, or over a channel to peers
-  // (distributed/peer.h): in runs; or in runs where the device's costs predict that these are faster.
+  // How GEMMs and communication overlap: not at all (kSerial); in chunks, over a channel to peers (distributed/peer.h);
+  // or in chunks where the costs of the device predict that these are faster.
   enum Overlap : int64_t { kSerial = 0, kChunked = 1, kAuto = 2 } overlap = kSerial;
 
   static constexpr size_t kPacked = 6;
@@ -33,13 +33,13 @@ struct Parallel {
 
 class GroupTPComm final : public TPComm {
  public:
-  // why_serial: what te.explain says of collectives over the group; empty: as distributed/group.h has it.
+  // why_serial: the reason that te.explain shows for collectives over the group; empty: that of distributed/group.h.
   GroupTPComm(const Parallel& parallel, std::string group, std::string why_serial = {})
       : parallel_(parallel), group_(std::move(group)), why_serial_(std::move(why_serial)) {}
 
   const Parallel& parallel() const { return parallel_; }
   const std::string& group() const { return group_; }
-  // Where this is to go over peers; else null. tokens: of all ranks.
+  // The channel, if this collective goes over peers; else null. tokens: of all ranks.
   std::shared_ptr<PeerChannel> peers(const DispatchMode& dispatch, const Tensor& t, te_comm_op op,
                                      const c10::SymInt& tokens) const;
   const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
@@ -58,20 +58,20 @@ class GroupTPComm final : public TPComm {
                          const Tensor& x) const override;
   Operand quantized(const Quantizer& quantizer, const Tensor& x, QuantizeUsage usage) const override;
   std::unique_ptr<CommOp> begin(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Tensor& like,
-                                const Quantizer* behind, QuantizeUsage usage, const OptionalTensor& bias,
+                                const Quantizer* after_gather, QuantizeUsage usage, const OptionalTensor& bias,
                                 ScopedBuffers* buffers) const override;
-  Operand whole(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* behind,
-                const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const override;
+  Operand gather_all(const DispatchMode& dispatch, Pass pass, const Operand& mine, const Quantizer* after_gather,
+                     const CommOp* done, const Tensor& gradient, ScopedBuffers* buffers) const override;
   bool begins_ahead() const override { return parallel_.overlap != Parallel::kSerial; }
-  std::unique_ptr<GatherFuture> begin_whole(const DispatchMode& dispatch, Pass pass, const Operand& mine,
-                                            const Quantizer* behind, const Tensor& gradient,
-                                            ScopedBuffers* buffers) const override;
+  std::unique_ptr<GatherFuture> begin_gather_all(const DispatchMode& dispatch, Pass pass, const Operand& mine,
+                                                 const Quantizer* after_gather, const Tensor& gradient,
+                                                 ScopedBuffers* buffers) const override;
 
  private:
   bool column() const { return parallel_.mode == Parallel::kColumn; }
-  // columnwise: of an FP8 operand. behind: quantizes a plain one in `directions`.
+  // columnwise: that direction of an FP8 operand. after_gather: quantizes a plain one in `usage`.
   std::unique_ptr<GatherFuture> gathering(const DispatchMode& dispatch, const Operand& mine, bool columnwise,
-                                          const Quantizer* behind, QuantizeUsage usage, const Tensor& gradient,
+                                          const Quantizer* after_gather, QuantizeUsage usage, const Tensor& gradient,
                                           ScopedBuffers* buffers) const;
 
   Parallel parallel_;

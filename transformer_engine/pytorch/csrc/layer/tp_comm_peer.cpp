@@ -1,4 +1,4 @@
-// See tp_comm_peer.h. What is done in which order is the comm room's plan.
+// See tp_comm_peer.h. The comm room of the engine plans the order of the steps.
 #include "layer/tp_comm_peer.h"
 
 #include <ATen/core/Formatting.h>
@@ -14,7 +14,7 @@ namespace te_torch::layer {
 namespace {
 
 constexpr int64_t kFp8Rows = 16;    // of which FP8 products take multiples
-constexpr uintptr_t kAligned = 16;  // as algorithms of the whole product want the rows of a run
+constexpr uintptr_t kAligned = 16;  // address of a chunk, for the algorithms of the GEMM over all rows
 
 // For te.explain, beside the products.
 void peer_path(const char* path, const char* why) { te_note_path(path, why); }
@@ -43,25 +43,25 @@ std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_predic
   return steps;
 }
 
-// What gathers and scatters share: the plan, and how it is walked.
+// What gathers and scatters share: the plan and its steps.
 class PeerCommOp : public CommOp {
  public:
-  // shard: the rows of each rank. whole: as at_once() says it.
+  // shard: the rows of each rank. full: what at_once() returns.
   PeerCommOp(std::shared_ptr<PeerChannel> channel, te_comm_op op, bool automatic, Pass pass, const Operand& mine,
-             const Tensor& like, int64_t shard, Tensor whole)
+             const Tensor& like, int64_t shard, Tensor full)
       : channel_(std::move(channel)),
         op_(op),
         automatic_(automatic),
         pass_(pass),
         mine_(mine),
         like_(like),
-        whole_(std::move(whole)),
+        full_(std::move(full)),
         shard_(shard) {}
 
   ~PeerCommOp() override {
     try {
       if (streams_ != nullptr) streams_->end();  // of a product that has raised an error
-    } catch (...) {                              // as streams do behind a failure, which is told
+    } catch (...) {                              // streams fail again after an error that is already reported
     }
   }
 
@@ -75,7 +75,7 @@ class PeerCommOp : public CommOp {
     begin_product();
   }
 
-  const Tensor* at_once() const override { return runs_ ? nullptr : &whole_; }
+  const Tensor* at_once() const override { return runs_ ? nullptr : &full_; }
   Tensor output_buffer() const override { return result_; }
 
   bool next_chunk(Rows& rows) override {
@@ -101,9 +101,9 @@ class PeerCommOp : public CommOp {
   int64_t ranks() const { return channel_->ranks(); }
   int64_t rank() const { return channel_->rank(); }
 
-  virtual void begin_product() = 0;        // the plan is there
-  virtual void arrives(int32_t peer) = 0;  // its rows are read from here on
-  virtual void end_product() = 0;          // of one that was computed in runs: all of them were asked for
+  virtual void begin_product() = 0;        // after the plan is made
+  virtual void arrives(int32_t peer) = 0;  // before its rows are read
+  virtual void end_product() = 0;          // after the last chunk of a GEMM in chunks
 
   std::string words(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
     std::ostringstream text;
@@ -117,7 +117,7 @@ class PeerCommOp : public CommOp {
   const Pass pass_;
   const Operand mine_;
   const Tensor like_;
-  const Tensor whole_;
+  const Tensor full_;
   const int64_t shard_;
   std::vector<te_comm_step> steps_;  // of a product in runs
   bool runs_ = false;
@@ -163,7 +163,7 @@ class PeerCommOp : public CommOp {
 
   size_t at_ = 0;
   int64_t products_ = 0, taken_ = 0;  // of the steps: in all, and so far
-  RunStreams* streams_ = nullptr;     // where there are several
+  RunStreams* streams_ = nullptr;     // null: one stream
   std::string path_, why_;
 };
 
@@ -217,7 +217,7 @@ class PeerGather final : public PeerCommOp {
       call_->wait(rank());
       end_product();
     } else if (reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned != 0) {
-      // Own rows that lie otherwise than a run of the whole wants them are read in the slot.
+      // Rows of this rank whose alignment does not fit a chunk are read from the slot.
       own_in_slot_ = true;
       call_->wait(rank());
     }

@@ -1,6 +1,6 @@
-// A product's way over a channel to peers: rows are pushed into the peers' memory by copies, and computed in runs as
-// they arrive, or pushed to their owners run by run as they are computed. Where runs would have other bits than the
-// whole, the same copies stand before or behind one product.
+// A GEMM with communication over a channel to peers: copies push rows into the memory of peers, and chunks are computed
+// as they arrive, or are pushed to their owners as they are computed.
+// - If chunks would have other bits than one GEMM over all rows, the same copies run before or after that GEMM.
 #pragma once
 
 #include "distributed/peer.h"
@@ -8,13 +8,13 @@
 
 namespace te_torch::layer {
 
-// What arrives is read in runs, by the plan: `mine`, plain or FP8 by one scale. automatic: in runs where the channel's
-// costs predict that these are faster. buffers: null where somebody keeps what arrives (off_pool()), which lasts as
-// long as the CommOp then.
+// Gathers `mine`, plain or FP8 by one scale. automatic: in chunks only where the costs of the channel predict that
+// these are faster. buffers: null: the caller saves the gathered operand (off_pool()), which lasts as long as the
+// CommOp.
 std::unique_ptr<CommOp> peer_gather_product(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
                                             const Operand& mine, const Tensor& like, ScopedBuffers* buffers);
 
-// The result's rows go to their owners, who add them up in the order of the ranks, and the bias.
+// Sends the result's rows to their owners, which sum them in the order of the ranks, and add the bias.
 std::unique_ptr<CommOp> peer_product_scatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass,
                                              const Operand& mine, const Tensor& like, const OptionalTensor& bias);
 

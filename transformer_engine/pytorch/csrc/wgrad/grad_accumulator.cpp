@@ -1,4 +1,4 @@
-// See grad_accumulator.h. Python exceptions raised by the callable reach whoever called backward() unchanged.
+// See grad_accumulator.h. backward() raises the Python exceptions of a callable unchanged.
 #include "wgrad/grad_accumulator.h"
 
 #include <ATen/ops/cat.h>
@@ -22,9 +22,9 @@ Tensor tensor_or_none(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
-class CallableSink : public GradAccumulator {
+class CallableAccumulator : public GradAccumulator {
  public:
-  explicit CallableSink(PyObject* callable) : callable_(held_object(callable)) {}
+  explicit CallableAccumulator(PyObject* callable) : callable_(held_object(callable)) {}
 
   WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override {
     const pybind11::gil_scoped_acquire gil;
@@ -42,9 +42,9 @@ class CallableSink : public GradAccumulator {
   std::shared_ptr<PyObject> callable_;
 };
 
-class TracedSink : public GradAccumulator {
+class TracedAccumulator : public GradAccumulator {
  public:
-  explicit TracedSink(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
+  explicit TracedAccumulator(std::vector<WeightTarget> targets) : targets_(std::move(targets)) {}
 
   WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const override {
     const std::vector<Tensor> sums = accumulate_any(*product, targets_, with_bias);
@@ -64,7 +64,7 @@ c10::SmallVector<Tensor, 1> sums_of_matrices(const WgradTask& product, const std
 }
 
 GradAccumulatorPtr traced_grad_accumulator(std::vector<WeightTarget> targets) {
-  return std::make_shared<TracedSink>(std::move(targets));
+  return std::make_shared<TracedAccumulator>(std::move(targets));
 }
 
 pybind11::object handle_of(std::shared_ptr<const WgradTask> product) {
@@ -112,12 +112,12 @@ void GradAccumulator::remove_ready_callback(PyObject* callback) {
   Py_DECREF(removed);
 }
 
-// A callable(product, with_bias) -> (dweight or None, dbias or None), which is called under the GIL, is one too.
+// A callable(product, with_bias) -> (dweight or None, dbias or None) is a GradAccumulator too, called under the GIL.
 void register_grad_accumulators(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<GradAccumulator, std::shared_ptr<GradAccumulator>>(m, "GradAccumulator")
       .def(py::init([](const py::function& callable) -> std::shared_ptr<GradAccumulator> {
-        return std::make_shared<CallableSink>(callable.ptr());
+        return std::make_shared<CallableAccumulator>(callable.ptr());
       }));
   py::implicitly_convertible<py::function, GradAccumulator>();
   m.def("add_ready_callback", torch::wrap_pybind_function([](const py::object& callback) {
@@ -132,8 +132,8 @@ void register_grad_accumulators(pybind11::module_& m) {
         py::arg("callback"));
 }
 
-void refuse_grad_accumulator(bool there, const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!there, op,
+void refuse_grad_accumulator(bool has_accumulator, const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_accumulator, op,
                               ": fuse_wgrad_accumulation and delay_wgrad_compute work on plain tensors in eager mode, "
                               "not under FakeTensorMode, functorch or with tensor subclasses; build the "
                               "module without them there.");

@@ -1,6 +1,7 @@
-// Where a product's weight gradients go when the node does not just return them: to parameters that have a main_grad or
-// wait for backward_dw() (main_grad.h), or to a Python callable; under torch.compile to main_grads that the forward was
-// given. The arithmetic is wgrad_task.h's.
+// A GradAccumulator receives the weight gradients of a GEMM that the node does not just return.
+// - main_grad.h: parameters that have a main_grad, or wait for backward_dw().
+// - Here: a Python callable; under torch.compile, main_grads that are arguments of the forward.
+// - wgrad_task.h computes.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,9 +16,9 @@ class GradAccumulator {
  public:
   virtual ~GradAccumulator() = default;
 
-  // In a backward, without the GIL. Returns what autograd gets.
+  // Called in a backward, without the GIL. Returns the gradients for autograd.
   virtual WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const = 0;
-  // Whether take() computes the product, and does not leave it to a later call.
+  // Whether take() computes the product instead of leaving it to a later call.
   virtual bool computes_now() const { return false; }
 
   // Calls each registered ready callback as callback(parameter, stream): the parameter's gradient was added to its
@@ -36,13 +37,14 @@ void register_grad_accumulators(pybind11::module_& m);
 // A product as an object of Python. The GIL is held.
 pybind11::object handle_of(std::shared_ptr<const WgradTask> product);
 
-// What accumulate() returns, as autograd takes it: the parts of one matrix's bias are one.
+// The result of accumulate() in the form of autograd: the parts of one matrix's bias as one tensor.
 c10::SmallVector<Tensor, 1> sums_of_matrices(const WgradTask& product, const std::vector<Tensor>& sums);
 
-// Adds to the targets' tensors, which are arguments of the traced call: what parameters say was read by the forward.
+// Adds to the targets' tensors, which are arguments of the traced call: the forward has read the parameters'
+// attributes.
 GradAccumulatorPtr traced_grad_accumulator(std::vector<WeightTarget> targets);
 
-// Python's gradient accumulators live in eager nodes alone: torch.compile and its kin cannot trace what they do.
-void refuse_grad_accumulator(bool there, const char* op);
+// Refuses a gradient accumulator of Python, which torch.compile and the like cannot trace.
+void refuse_grad_accumulator(bool has_accumulator, const char* op);
 
 }  // namespace te_torch

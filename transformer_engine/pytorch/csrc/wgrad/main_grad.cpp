@@ -1,4 +1,4 @@
-// See main_grad.h. Whoever waits for a lock here does not hold the GIL; who holds a lock may take the GIL.
+// See main_grad.h. No thread waits for a lock of this file with the GIL held; a thread with a lock may take the GIL.
 #include "wgrad/main_grad.h"
 
 #include <ATen/ops/empty.h>
@@ -26,8 +26,8 @@ bool fits(const Tensor& main_grad, const Tensor& weight) {
          (main_grad.numel() == 0 || main_grad.storage().nbytes() != 0);
 }
 
-// Additions to one main_grad from several threads take turns. Striped, so that no parameter carries a lock; those of
-// one product are taken together, in an order that is everybody's.
+// Locks for additions to one main_grad from several threads. Striped, so that no parameter needs a lock; a product
+// takes all its locks together, in one order for all threads.
 class Turns {
  public:
   explicit Turns(const std::vector<WeightTarget>& targets) {
@@ -53,8 +53,8 @@ class Turns {
   c10::SmallVector<size_t, 4> stripes_;
 };
 
-// Sets of Python's that get the weights, by id, whose gradients are added to main_grad. Under the GIL; the count is
-// for who does not hold it.
+// Sets of Python that receive the ids of weights whose gradients are added to main_grad. Changed under the GIL; the
+// count is for threads without it.
 std::vector<PyObject*> listeners;
 std::atomic<size_t> listening{0};
 
@@ -131,24 +131,24 @@ std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
 WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) const {
   const Names& attributes = names_of_attributes();
   Attributes attributes_of;
-  WeightTargets said;
-  said.list.reserve(weights.size());
+  WeightTargets targets;
+  targets.list.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    said.list.push_back({main_grads[i], weights[i].size(0), overwrite});
-    said.tells.push_back(false);
-    said.stands_in.push_back(false);
-    said.zero.push_back(false);
+    targets.list.push_back({main_grads[i], weights[i].size(0), overwrite});
+    targets.tells.push_back(false);
+    targets.stands_in.push_back(false);
+    targets.zero.push_back(false);
     if (!takes(i)) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
     attributes_of.now(weight.ptr());
     const bool waits = bool(attributes_of.get(attributes.added));
-    said.stands_in[i] = waits;
-    if (waits) said.zero[i] = is_true(attributes_of.get(attributes.zero_out).ptr());
+    targets.stands_in[i] = waits;
+    if (waits) targets.zero[i] = is_true(attributes_of.get(attributes.zero_out).ptr());
     if (!main_grads[i].defined()) continue;
-    said.tells[i] = waits;
-    said.list[i].overwrite = overwrite || is_true(attributes_of.get(attributes.overwrite).ptr());
+    targets.tells[i] = waits;
+    targets.list[i].overwrite = overwrite || is_true(attributes_of.get(attributes.overwrite).ptr());
   }
-  return said;
+  return targets;
 }
 
 std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const WeightTargets& targets,
@@ -226,9 +226,9 @@ std::vector<Tensor> dummy_weight_grads() {
 
 void clear_dummy_weight_grads() {
   Dummies& all = dummies();
-  std::map<Dummies::Key, Tensor> gone;  // freed behind the lock
+  std::map<Dummies::Key, Tensor> released;  // freed after the lock is released
   const std::lock_guard<std::mutex> lock(all.mutex);
-  gone.swap(all.buffers);
+  released.swap(all.buffers);
 }
 
 Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero) {

@@ -1,6 +1,8 @@
-// Weight gradients that go to parameters themselves: into main_grad as the product is made, or left to backward_dw(),
-// which Python's store keeps. What parameters say (main_grad, get_main_grad(), overwrite_main_grad, zero_out_wgrad,
-// grad_added_to_main_grad) is read in the backward, under the GIL, and never kept. No product is computed here.
+// Adds weight gradients to the main_grad of parameters, in the backward or in backward_dw(), for which Python has a
+// store.
+// - The attributes of parameters (main_grad, get_main_grad(), overwrite_main_grad, zero_out_wgrad,
+//   grad_added_to_main_grad) are read in the backward, under the GIL, and never cached.
+// - wgrad_task.h computes.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,18 +11,18 @@
 
 namespace te_torch {
 
-// What errors call a product: its module, and its parameters.
+// Names for errors: the module of a product, and its parameters.
 struct WeightNames {
   std::string op;
   std::vector<std::string> weights;
 };
 
-// What parameters say in a backward of theirs.
+// The attributes of a product's parameters, as the backward reads them.
 struct WeightTargets {
   std::vector<WeightTarget> list;
-  c10::SmallVector<bool, 4> tells;  // which of them wait for grad_added_to_main_grad
-  // Of which of them autograd gets a dummy, so that its hooks fire, and of which one of zeros. Of one matrix's, in
-  // whose place there is one dummy, all that want a gradient have to.
+  c10::SmallVector<bool, 4> tells;  // which parameters have grad_added_to_main_grad, which is to be set
+  // For which parameters autograd receives a dummy, so that its hooks fire, and for which one of zeros. The parameters
+  // of one matrix share one dummy, if all that want a gradient need one.
   c10::SmallVector<bool, 4> stands_in, zero;
 };
 
@@ -31,15 +33,15 @@ struct WeightParameters {
   std::vector<Tensor> weights, biases;
   c10::SmallVector<bool, 4> wanted, wanted_biases;
   bool fused = false;
-  bool overwrite = false;       // as the call said; a weight may say so too
+  bool overwrite = false;       // an argument of the call; a weight may have overwrite_main_grad too
   std::vector<size_t> unasked;  // weights, then biases, whose gradients the backward does not bring
 
   // In a backward: `unasked`. For autograd the parameters of one matrix are one, of which all is wanted or none.
   std::vector<size_t> find_unasked() const;
   bool asked(size_t number) const;
-  // Those, and what wanted no gradient when the product was called.
+  // `unasked`, and the parameters that wanted no gradient when the product was called.
   std::vector<size_t> left_out() const;
-  // As an accumulator of autograd's: a weight that was frozen since the call gets nothing.
+  // As autograd does: a weight that was frozen since the call gets no gradient.
   bool takes(size_t number) const;
   std::vector<int64_t> rows() const;
 
@@ -52,8 +54,8 @@ struct WeightParameters {
   // The GIL is let go where it is held: nothing is computed or waited for under it.
   std::vector<Tensor> accumulate(const WgradTask& product, const WeightTargets& targets, bool with_bias) const;
 
-  // What autograd gets for gradients that are in main_grad: nothing, or where the owners of main_grad wait for
-  // autograd's hooks (they set grad_added_to_main_grad) a dummy.
+  // What autograd receives for gradients that are in main_grad: nothing, or a dummy if the parameter has
+  // grad_added_to_main_grad, since its owner waits for autograd's hooks.
   c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WgradTask& product) const;
 };
 
@@ -70,15 +72,16 @@ class ParameterGradAccumulator : public GradAccumulator {
   std::shared_ptr<PyObject> store_;  // none: gradients are computed now
 };
 
-// A gradient that stands for one already in main_grad. One buffer a shape, shared by all: a fresh alias of it each
-// time, else autograd would copy it. Its values mean nothing, unless `zero`. Without the GIL.
+// A dummy gradient in place of one that is already in main_grad. All dummies of a shape share one buffer; each is a new
+// alias of it, or autograd would copy it. Its values are undefined, unless `zero`. Called without the GIL.
 Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::Device& device, bool zero);
 
-// The buffers that dummies are aliases of; and to let go of them.
+// The buffers of the dummies; and releasing them.
 std::vector<Tensor> dummy_weight_grads();
 void clear_dummy_weight_grads();
 
-// Sets of Python's that get the ids of weights whose gradients are added to main_grad. Under the GIL.
+// Adds or removes a set of Python that receives the ids of weights whose gradients are added to main_grad. Called under
+// the GIL.
 void note_accumulations(PyObject* noted);
 void forget_accumulations(PyObject* noted);
 

@@ -1,5 +1,5 @@
-// main_grad, binding: a module's product by the names of its parameters, and what Python's store asks of a product that
-// was left to it.
+// Python binding of main_grad: a module's product by the names of its parameters, and what the store of backward_dw()
+// calls.
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "core/held_object.h"
@@ -12,7 +12,7 @@ using namespace main_grad;
 
 namespace {
 
-// A module's product by the names of its parameters. Holds none of these: they are looked up at each call.
+// A module's product by the names of its parameters, which are looked up at each call.
 class WeightGradProduct {
  public:
   WeightGradProduct(std::vector<py::str> weights, std::vector<py::str> biases)
@@ -54,7 +54,7 @@ class WeightGradProduct {
       p.biases.push_back(parameter(module.ptr(), registered.ptr(), name));
       p.wanted_biases.push_back(p.biases.back().requires_grad());
     }
-    if (fused) p.main_grads(false);  // what can be known to be wrong is said before anything has run
+    if (fused) p.main_grads(false);  // raises before anything has run
     return std::make_shared<ParameterGradAccumulator>(std::move(p),
                                                       store.is_none() ? nullptr : held_object(store.ptr()));
   }
@@ -87,7 +87,7 @@ class WeightGradProduct {
   PyTypeObject* type_ = nullptr;  // to be compared alone
 };
 
-// One a parameter: the rows of the matrices that are its.
+// The rows of the matrices that belong to each parameter.
 std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& rows) {
   if (matrices.size() == rows.size()) return matrices.vec();
   std::vector<Tensor> parts;

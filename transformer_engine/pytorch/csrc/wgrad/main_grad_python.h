@@ -1,5 +1,5 @@
-// What main_grad.cpp says to Python and hears from it: attributes of parameters by interned names, the functions that
-// answer, errors passed on. Under the GIL.
+// The Python side of main_grad.cpp: attributes of parameters by interned names, functions of Python, errors passed on.
+// - Everything is called under the GIL.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -32,7 +32,7 @@ inline const Names& names_of_attributes() {
   return *names;
 }
 
-// What Python answers: errors in words, and what is kept for backward_dw(). Never freed.
+// Functions of Python: they raise errors, and store products for backward_dw(). Never freed.
 struct Answers {
   PyObject* check_main_grad;      // (op, name, weight, main_grad), raises where that does not fit
   PyObject* refuse_computed;      // (op, name), raises
@@ -50,15 +50,15 @@ inline py::object called(PyObject* function, std::initializer_list<PyObject*> ar
   return result;
 }
 
-// None where there is no such attribute; other errors of a property pass.
+// None if there is no such attribute; other errors of a property are raised.
 inline py::object attribute(PyObject* object, PyObject* name) {
   PyObject* found = nullptr;
   if (!optional_attribute(object, name, &found)) throw_python_error();
   return owned(found);
 }
 
-// The same of many objects, hundreds of parameters: where none of the names is their class's, and their class looks
-// attributes up as object does, those in an object's __dict__ are all that there are.
+// attribute() for hundreds of parameters. It reads an object's __dict__ alone if their class has none of the names and
+// looks attributes up as object does.
 class Attributes {
  public:
   void now(PyObject* object) {

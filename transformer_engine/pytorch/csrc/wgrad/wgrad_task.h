@@ -1,19 +1,19 @@
-// The third GEMM of a linear layer, its weight gradient, as an object: computed now, added to buffers that the caller
-// names, or kept for later.
+// The weight gradient of a linear layer, its third GEMM, as an object: computed now, added to given buffers, or stored
+// for later.
 #pragma once
 
 #include "gemm/product.h"
 
 namespace te_torch {
 
-// One entry a matrix of the product; undefined ones where nobody wants a gradient.
+// One entry a matrix of the product; undefined where no gradient is wanted.
 struct WeightGrads {
   c10::SmallVector<Tensor, 1> weights, biases;
 };
 
 // Consecutive rows of a product's weight gradients, and where they go.
 struct WeightTarget {
-  Tensor out;  // contiguous, of these rows; undefined: nowhere
+  Tensor out;  // contiguous, of these rows; undefined: not wanted
   int64_t rows = 0;
   bool overwrite = false;  // =, not +=
 };
@@ -24,17 +24,17 @@ class TE_EXPORT WgradTask {
   virtual ~WgradTask() = default;
 
   virtual WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const = 0;
-  // Into targets, which are all rows of the product, in order. Returns each one's part of the bias's gradient, those
-  // without an `out` too; nothing unless `with_bias`.
+  // Writes the gradients to targets, which cover all rows of the product in order. Returns the part of the bias's
+  // gradient of each target, also without an `out`; empty unless `with_bias`.
   virtual std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const = 0;
-  // The plain tensors that it reads: whoever changes these in place changes the gradients.
+  // The plain tensors that it reads: changing these in place changes the gradients.
   virtual std::vector<Tensor> reads() const = 0;
   virtual at::ScalarType dtype() const = 0;
   virtual size_t matrices() const { return 1; }  // whose rows the targets are, or a target each
 };
 
-// accumulate() where a target may be of the other 16-bit type than the product's operands (a main_grad of its weight's,
-// under autocast to the other one): it goes through float32 and is rounded once.
+// accumulate() for targets that may have the other 16-bit type than the operands (a main_grad of the weight's dtype,
+// under autocast to the other one): the sum is taken in float32 and rounded once.
 std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<WeightTarget> targets, bool with_bias);
 
 // Of one matrix: dweight[N, K] = dy^T x, dbias[N] = the column sums of dy.
