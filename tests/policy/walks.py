@@ -46,7 +46,7 @@ WALKS = {
         (f"{CSRC}/layer/grouped_linear.cpp", "TE_OP_REGISTRATION", "the op's schema, its function for Python"),
         (f"{CSRC}/layer/grouped_linear.cpp", "grouped_linear", "splits of the host or of the device"),
         *NODE,
-        (f"{CSRC}/layer/layer_gemm.cpp", "run_gemm", "rows at once, or as they arrive"),
+        (f"{CSRC}/layer/layer_gemm.cpp", "layer_gemm", "rows at once, or as they arrive"),
         (f"{CSRC}/layer/gemm_policy_device.cpp", "fprop", "plain or FP8, a new output or a given one"),
         *CALL,
         (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_fprop", "the output"),

@@ -1,5 +1,5 @@
-# What a layer takes beside the products of this library, each shown by a client of tests/layer: a chain of two grouped
-# layers, a prologue and an epilogue with tensors of their own in a chain, a GEMM that does not add the bias. The oracle
+# Seams of the layer, each shown by a client of tests/layer: a chain of two grouped layers, a prologue and an epilogue
+# with tensors of their own in a chain, and a GEMM that does not add the bias. The oracle
 # of a chain is its layers done separately, to the bit.
 # Mutants: next_gradient (csrc/layer/backward.cpp) with a quantizer where groups are quantized; plan_recompute
 # (prepare_operand.cpp) having the prologue quantize there; with_used_scales leaving the policy as it is.
@@ -25,7 +25,7 @@ GROUPS, ROWS, K, N = len(SPLITS), sum(SPLITS), 64, 96
 
 
 def delayed(device):
-    """A quantization with a state of its own; the scales of its input are what a step may change."""
+    """A quantization with a state of its own; a step may change the scales of its input."""
 
     def quantizer(scale, e5m2=False):
         state = torch.tensor([scale], device=device), torch.zeros(1, device=device)
@@ -179,7 +179,7 @@ def test_tensors_of_their_own(names, kind, recompute, device):
 
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("wanted", ["scale", "added1", "added2", "x", "weight1"])
-def test_only_one_wants_a_gradient(wanted, kind, device):
+def test_only_one_needs_a_gradient(wanted, kind, device):
     names = ("added1", "added2", "scale")
     frozen = {"x", "weight1", "weight2", "bias1", "bias2", *names} - {wanted}
     assert_chain_is_separate(own_leaves(device, frozen), kind, device, names)
