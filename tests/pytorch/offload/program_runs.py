@@ -229,7 +229,7 @@ class Run:
         except BaseException as error:
             self.settle()
             words = str(error)
-            if "modified by an inplace operation" in words or "in place has changed it" in words:
+            if "modified by an inplace operation" in words or "in-place operation has changed it" in words:
                 raise Refused from None
             raise
         if self.synchronizer is not None:

@@ -182,7 +182,7 @@ def test_a_tensor_written_to_is_named(when, small, device):  # noqa: F811
         t.add_(1)
     state.release_activation_forward_gpu_memory()
     state.start_reload()
-    with refused(RuntimeError, "float32", "[100]", "version 0", "in place"):
+    with refused(RuntimeError, "float32", "[100]", "version 0", "in-place"):
         state.pop_tensor(saved)
 
 

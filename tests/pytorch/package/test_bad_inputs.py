@@ -129,7 +129,7 @@ def test_rotations_of_what_is_no_tensor(device):
 def test_past_the_table(fused, tensor_format, device):
     seq_dim = tensor_format.index("s")
     t = randn(SEQ, BATCH, HEADS, HEAD, device=device).transpose(0, seq_dim)
-    wanted = f"has {SEQ - 1} positions, wanted at least the sequence length {SEQ}: RotaryPositionEmbedding(dim)("
+    wanted = f"has {SEQ - 1} positions, wanted at least the sequence length {SEQ}: pass RotaryPositionEmbedding(dim)("
     with refused(ValueError, "argument 'freqs'", wanted):
         apply_rotary_pos_emb(t, angles(device, SEQ - 1), tensor_format, fused=fused)
     assert apply_rotary_pos_emb(t, angles(device, SEQ), tensor_format, fused=fused).isfinite().all()

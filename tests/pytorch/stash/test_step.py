@@ -237,7 +237,7 @@ def test_trap_ends_the_process(device):
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0 and "still there" not in ended.stdout
     said = ended.stderr if device == "cpu" else ended.stdout + ended.stderr  # CUDA's printf goes to stdout
-    assert "te_stash_store: group 0 wants" in said and "options.trap ends the process here" in said, said
+    assert "te_stash_store: group 0 wants" in said and "options.trap ends the process" in said, said
 
 
 def test_groups_on_threads(device):

@@ -20,10 +20,10 @@ def test_beside_checkpoints(how, device):
 
     def run(layer, x, counter):
         if how == "te":
-            return te.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=False)
+            return te.checkpoint(layer, Declared.declared(x * 1, counter), use_reentrant=False)
         if how == "te reentrant":
-            return te.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=True)
-        return torch.utils.checkpoint.checkpoint(layer, Declared.said(x * 1, counter), use_reentrant=False)
+            return te.checkpoint(layer, Declared.declared(x * 1, counter), use_reentrant=True)
+        return torch.utils.checkpoint.checkpoint(layer, Declared.declared(x * 1, counter), use_reentrant=False)
 
     counters = [count(17, device)]
     with made(device) as stash:
