@@ -162,7 +162,7 @@ esac
 # File by file, so that the next build compiles changed files alone; CI builds once.
 unity=$([ "${CI:-}" = true ] && echo ON || echo OFF)
 sources=$({
-  find transformer_engine build_backend cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' -print0 |
+  find transformer_engine build_backend cmake CMakeLists.txt pyproject.toml LICENSE -type f ! -name '*.pyc' ! -name '*.md' -print0 |
     sort -z | xargs -0 sha256sum
   echo "$stamp $nvcc ${CMAKE_ARGS:-} $(g++ -dumpfullversion) $unity"
 } | sha256sum)
