@@ -246,7 +246,7 @@ TEST(StashRefuses, BadMembers) {
   };
   using M = te_stash_member;
   expect_refused(stored([](M&) {}, 0), "'count' is 0");
-  expect_refused(stored([](M&) {}, 17), "'count' is 17, wanted 1 to 16 members; more are stored as several groups");
+  expect_refused(stored([](M&) {}, 17), "'count' is 17, wanted 1 to 16 members; store more as several groups");
   expect_refused(stored([](M& m) { m.data = nullptr; }), "'members[1].data' is NULL");
   expect_refused(stored([](M& m) { m.counter = nullptr; }), "'members[1].counter' is NULL");
   expect_refused(stored([](M& m) { m.counter_bytes = 2; }), "'members[1].counter_bytes' is 2");
