@@ -84,7 +84,8 @@ def test_two_grouped_layers_are_a_chain(kind, activation, on_device, bias, recom
     chain = gradients(y, leaves, dy)
     for ours, theirs in zip(chain, separate, strict=True):
         assert_same_bits(ours, theirs)
-    check_against_float64(chain, leaves, dy, activation, 0.01 if kind == "none" else 0.12)
+    # E5M2 rounds a gradient by 1/8 at most, E4M3 each operand by 1/16, and two products follow each other.
+    check_against_float64(chain, leaves, dy, activation, 0.01 if kind == "none" else 0.2)
 
 
 def check_against_float64(results, leaves, dy, activation, most):
