@@ -93,8 +93,7 @@ void register_stash(py::module_& m) {
   m.def("stash_report_in", wrapped(report_in));
   m.def("stash_most_pages", wrapped([](const std::vector<Tensor>& data, int64_t page_bytes) {
           std::vector<te_stash_member> parts;
-          for (const Tensor& t : data)
-            parts.push_back(stash_member_of(1, int64_t(t.nbytes()), 1, TE_STASH_TAIL_KEEP));
+          for (const Tensor& t : data) parts.push_back(stash_member_of(1, int64_t(t.nbytes()), 1, TE_STASH_TAIL_KEEP));
           int64_t pages = 0;
           check(te_stash_most_pages(parts.data(), int32_t(parts.size()), size_t(page_bytes), &pages));
           return pages;
