@@ -213,7 +213,12 @@ def test_optimizers():
     adam = te.optimizers.FusedAdam(quantized.module.parameters())
     with refused(ValueError, "'optimizer'", "FusedAdam(master_weights=True)"):
         DistributedOptimizer(adam, quantized)
+    with refused(ValueError, "'optimizer'", "dampening", "FusedSGD"):
+        DistributedOptimizer(torch.optim.SGD(params, momentum=0.9, dampening=0.5), ddp)
     optimizer = DistributedOptimizer(torch.optim.SGD(params), ddp)
+    optimizer.found_inf = True
+    with refused(TypeError, "'found_inf'", "True", "tensor"):
+        optimizer.step()
     with refused(NotImplementedError, "add_param_group()"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
@@ -232,6 +237,46 @@ def test_state_dicts():
     wrong = {**state["state"][0], "exp_avg": torch.zeros(3)}
     with refused(ValueError, "'exp_avg'", "[3]", "[4, 4]"):
         optimizer.load_state_dict({**state, "state": {**state["state"], 0: wrong}})
+
+
+def test_weights_of_modules_that_are_not_called():
+    """Each forward reads whole weights, and a second step() waits for the gathers that the first one started."""
+    attention = torch.nn.MultiheadAttention(8, 2)
+    attention.more = torch.nn.ParameterList([torch.ones(8), torch.ones(8)])
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ddp = DistributedDataParallel(Config(bucket_size=1, **options), attention)
+    optimizer = DistributedOptimizer(te.optimizers.FusedAdam(attention.parameters()), ddp)
+    x = torch.randn(3, 1, 8)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        (ddp(x, x, x)[0] * attention.more[0] * attention.more[1]).sum().backward()
+        assert not any(group.is_stale for group in ddp.bucket_groups)
+        optimizer.step()
+    optimizer.step()
+
+
+def test_fused_sgd_goes_on_without_a_first_step():
+    def made():
+        ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(1, 4))
+        sgd = te.optimizers.FusedSGD(ddp.module.parameters(), lr=0.5, momentum=0.9, dampening=0.5)
+        return ddp, DistributedOptimizer(sgd, ddp)
+
+    def step(ddp, optimizer):
+        ddp.zero_grad_buffer()
+        for p in ddp.module.parameters():
+            p.main_grad.fill_(1.0)
+            ddp.param_to_bucket_group[p].register_grad_ready(p)
+        optimizer.step()
+
+    ddp, optimizer = made()
+    step(ddp, optimizer)
+    other, loaded = made()
+    other.module.load_state_dict(ddp.module.state_dict())
+    loaded.load_state_dict(optimizer.state_dict())
+    step(ddp, optimizer)
+    step(other, loaded)
+    for p, q in zip(ddp.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_groups_of_fp8_weights():

@@ -116,7 +116,7 @@ def _check_tensors(op: str, **tensors: torch.Tensor) -> None:
 
 def _past_the_table(op: str, positions: int, got: str) -> ValueError:
     return ValueError(
-        f"{op}: argument 'freqs' has {positions} positions, {got}: RotaryPositionEmbedding(dim)(n) has n of them."
+        f"{op}: argument 'freqs' has {positions} positions, {got}: pass RotaryPositionEmbedding(dim)(n) with n of them."
     )
 
 

@@ -7,7 +7,7 @@ where no gradient comes through autograd, because a module added it to main_grad
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,12 +108,12 @@ def _after_backward_dw(gates: Sequence[Gate]) -> Callable[[], None]:
 
 
 class WeightHooks:
-    """Hooks in front of everything that reads weights of a module. groups_of: the groups of a module's own
-    parameters."""
+    """Hooks in front of everything that reads weights of a module. A module waits for its own parameters and for those
+    of children that are never called themselves."""
 
     def __init__(self, module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> None:
         self.forward_handles: list[Any] = []
-        self._groups = {part: _groups(part.parameters(recurse=False), group_of) for part in module.modules()}
+        self._groups = {part: _groups(_read_by(part), group_of) for part in module.modules()}
         self._groups = {part: groups for part, groups in self._groups.items() if groups}
         for part, groups in self._groups.items():
             part.register_state_dict_pre_hook(_before_state_dict(groups))
@@ -127,6 +127,16 @@ class WeightHooks:
         for handle in self.forward_handles:
             handle.remove()
         self.forward_handles.clear()
+
+
+def _read_by(part: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters that the forward of a module reads itself. torch.nn.MultiheadAttention reads those of out_proj."""
+    yield from part.parameters(recurse=False)
+    for child in part.children():
+        if isinstance(child, (torch.nn.ParameterList, torch.nn.ParameterDict)) or isinstance(
+            part, torch.nn.MultiheadAttention
+        ):
+            yield from _read_by(child)
 
 
 def _groups(params: Iterable[torch.Tensor], group_of: dict[torch.Tensor, BucketGroup]) -> tuple[BucketGroup, ...]:

@@ -139,7 +139,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """float32 [1] on the device, not 0 where the step is skipped; None where nothing could skip it."""
         flags = [flag for flag in self._nan_flags if flag is not None]
         found = self.found_inf
-        if isinstance(found, torch.Tensor):
+        if found is not None and not isinstance(found, torch.Tensor):
+            raise TypeError(
+                f"DistributedOptimizer: attribute 'found_inf' is {found!r}, wanted None or a tensor of one element: "
+                "set torch.tensor(1.0) on the device of the parameters."
+            )
+        if found is not None:
             flags.append(found.to(norm.device, torch.float32).view(1))
         if not flags and grad_scaler is None:
             return None
@@ -150,6 +155,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return flag
 
     def _run(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
+        for group in groups_in_gather_order(self.ddps):  # a gather reads the shards that a step writes
+            if group.is_gathering:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
         self._steps.begin(noop, clip)
         if not self.by_group:
             self._steps.run(None)

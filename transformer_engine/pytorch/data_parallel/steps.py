@@ -165,6 +165,10 @@ class SGDSteps(Steps):
     def _state(self, shard: Shard, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {MOMENTUM: torch.zeros_like(shard.weight)} if group["momentum"] else {}
 
+    def load_state(self, number: int, index: int, name: str, value: Any) -> None:
+        super().load_state(number, index, name, value)
+        self._is_first = False
+
     def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
         super().begin(noop, clip)
         # With a buffer of zeros a first step differs from others by its missing dampening alone.
@@ -221,7 +225,7 @@ class TorchSteps(Steps):
         if "betas" in group:
             names = {"step": None, "exp_avg": full, "exp_avg_sq": full}
             names |= {"max_exp_avg_sq": full} if group.get("amsgrad") else {}
-        elif group["momentum"] and not group["dampening"]:
+        elif group["momentum"]:
             names = {MOMENTUM: full}
         return names if param.dtype is full else {**names, MASTER: full}
 
@@ -232,8 +236,13 @@ class TorchSteps(Steps):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group.get("amsgrad") else [])
             state.update({name: torch.zeros_like(master) for name in names})
-        elif group["momentum"] and not group["dampening"]:  # zeros do what torch does without a buffer
+        elif group["momentum"]:  # zeros do what torch does without a buffer
             state[MOMENTUM] = torch.zeros_like(master)
+
+    def load_state(self, number: int, index: int, name: str, value: Any) -> None:
+        super().load_state(number, index, name, value)
+        if name == "step":
+            self.steps[number].fill_(int(value))
 
     def run(self, chosen: set[int] | None) -> None:
         if self.noop is not None and float(self.noop):  # torch's steps are not skipped on the device
@@ -280,6 +289,11 @@ def steps_of(optimizer: Any, shards: list[list[Shard]], device: torch.device) ->
         raise ValueError(
             f"{OP}: argument 'optimizer' has states already, wanted one that has taken no step; load them by "
             "load_state_dict() of the DistributedOptimizer."
+        )
+    if isinstance(optimizer, torch.optim.SGD) and any(group["dampening"] for group in optimizer.param_groups):
+        raise ValueError(
+            f"{OP}: argument 'optimizer' is a torch.optim.SGD with dampening, which has no momentum "
+            "to load before its first step: use FusedSGD."
         )
     fp8 = any(fp8_weights.is_fp8(p) for group in optimizer.param_groups for p in group["params"])
     masters = getattr(optimizer, "master_weights", False) and optimizer.master_weight_dtype is torch.float32

@@ -66,6 +66,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._expert_comm = self._comm
         if expert_process_group is not None:
             self._expert_comm = Communicator("expert_process_group", expert_process_group)
+        ensure_params_ready(module.parameters())  # of an earlier wrapper
         plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
         self.module = module
         self.use_forward_hook = config.overlap_param_gather and config.use_distributed_optimizer
@@ -292,9 +293,9 @@ class DistributedDataParallel(torch.nn.Module):
     def zero_grad_buffer(self) -> None:
         """All gradients become 0, and a step begins. RuntimeError while gradients are being reduced, and for parameters
         that were frozen, thawed or moved since the wrapping."""
+        self._check_parameters()
         for group in self._groups:
             group.reset()
-        self._check_parameters()
         self._order.begin()
         for p in self.param_to_bucket_group:
             if hasattr(p, "grad_added_to_main_grad"):
