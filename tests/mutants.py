@@ -14,7 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tomllib
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings the same parser
+    import tomli as tomllib
+
 
 REPO = Path(__file__).parents[1]
 TABLE = REPO / "tests/mutants.toml"
