@@ -279,6 +279,18 @@ def test_fused_sgd_goes_on_without_a_first_step():
         assert torch.equal(p, q)
 
 
+def test_counts_of_torchs_adam():
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(1, 4))
+    optimizer = DistributedOptimizer(te.optimizers.FusedAdam(ddp.module.parameters()), ddp)
+    state = optimizer.state_dict()
+    for its in state["param_groups"]:
+        its.pop("step", None)
+    for its in state["state"].values():
+        its["step"] = torch.tensor(7.0)
+    optimizer.load_state_dict(state)
+    assert [int(step) for step in optimizer._steps.steps] == [7]
+
+
 def test_groups_of_fp8_weights():
     """Other weights join the last group of FP8 weights, unless they have bucket_size elements."""
 

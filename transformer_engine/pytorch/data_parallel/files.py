@@ -79,14 +79,25 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
                         f"{sorted(own)}."
                     )
                 todo.append((number, i, name, _part_of(op, name, shard, own[name], state[name])))
+    by_group = optimizer._steps.counts_by_group
+    counts = [_count_of(op, its, given["state"]) for its in saved] if by_group else []
     for group, its in zip(groups, saved):
         group.update({name: value for name, value in its.items() if name not in ("params", _STEP)})
-    if optimizer._steps.counts_by_group:
-        for step, its in zip(optimizer._steps.steps, saved):
-            step.fill_(int(its.get(_STEP, 0)))
+    for step, count in zip(optimizer._steps.steps, counts):
+        step.fill_(count)
     for number, i, name, value in todo:
         optimizer._steps.load_state(number, i, name, value)
     optimizer.state.update(states_by_parameter(optimizer))
+
+
+def _count_of(op: str, group: Any, states: Any) -> int:
+    """The steps that a saved group has taken. torch's Adam counts them in the state of each parameter."""
+    if _STEP in group:
+        return int(group[_STEP])
+    counts = {int(states[key][_STEP]) for key in group["params"] if _STEP in states.get(key, ())}
+    if len(counts) > 1:
+        raise ValueError(f"{op}: one group has parameters of {sorted(counts)} steps, wanted one number for all.")
+    return counts.pop() if counts else 0
 
 
 def _part_of(op: str, name: str, shard: Shard, own: Any, given: Any) -> Any:

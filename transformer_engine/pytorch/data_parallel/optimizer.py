@@ -213,6 +213,8 @@ def _checked_wrappers(ddps: Any) -> list[DistributedDataParallel]:
         raise ValueError(f"{OP}: argument 'ddps' is empty, wanted one DistributedDataParallel at least.")
     if any(wrapper.config != wrappers[0].config for wrapper in wrappers):
         raise ValueError(f"{OP}: argument 'ddps' has wrappers of several configurations, wanted one.")
+    if len({(id(w._comm.group), id(w._expert_comm and w._expert_comm.group)) for w in wrappers}) > 1:
+        raise ValueError(f"{OP}: argument 'ddps' has wrappers of several process groups, wanted the same for all.")
     return wrappers
 
 
