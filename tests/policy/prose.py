@@ -12,7 +12,20 @@ CPP_PIECE = re.compile(
     re.S | re.X,
 )
 CODE = re.compile(r"```.*?```|``.*?``|`[^`]*`|<!--.*?-->", re.S)
+FIELD = re.compile(r"\{\{|\}\}|\{(?:[^{}]|\{[^{}]*\})*\}")
 TEST_NAME = re.compile(r"^def (test_\w+)|^TEST(?:_P|_F)?\(\w+, (\w+)\)", re.M)
+
+
+def string_pieces(text, quoted):
+    """The texts of a string; the fields of an f-string are code (one token holds them all before Python 3.12)."""
+    prefix = re.match(r"\w*", text)[0].lower() if quoted else ""
+    text = re.sub(r"^\w{0,2}(\"\"\"|'''|\"|')|(\"\"\"|'''|\"|')$", "", text) if quoted else text
+    if "f" not in prefix:
+        yield text
+        return
+    text = FIELD.sub(lambda m: " " if m[0] in ("{{", "}}") else "\0", text)
+    for n, part in enumerate(text.split("\0")):
+        yield from ("", part) if n else (part,)
 
 
 def python_pieces(text):
@@ -20,7 +33,7 @@ def python_pieces(text):
         if token.type == tokenize.COMMENT:
             yield token.string.lstrip("# ")
         elif token.type == tokenize.STRING or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
-            yield re.sub(r"^\w{0,2}(\"\"\"|'''|\"|')|(\"\"\"|'''|\"|')$", "", token.string)
+            yield from string_pieces(token.string, token.type == tokenize.STRING)
         elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
             yield ""  # code between two texts
 

@@ -78,6 +78,9 @@ def test_prose_of_code_is_comments_texts_and_names_of_tests(tmp_path):
     code += 'def test_of_a_name():\n    """Doc."""\n'
     found = prose.prose(write(tmp_path, "a.py", code))
     assert found == ["One line and ` more.", "a text", "test of a name"]
+    code = "y = f\"text {told['says']!r:{told}} more\" f'{told} end'\n"
+    assert prose.prose(write(tmp_path, "a.py", code)) == []
+    assert prose.prose(write(tmp_path, "a.py", code.replace("more", "more text"))) == ["more text"]
     code = 'int x; // one\n  // comment\nf("a text", \'"\'); /* a block */\nTEST(Some, NameOfIt) {}\n'
     assert prose.prose(write(tmp_path, "a.cpp", code)) == ["one comment", "a text", "a block", "name of it"]
     assert prose.prose(write(tmp_path, "a.md", "# Head\nand\n```\ncode behind it\n```\n")) == ["# Head and `"]
