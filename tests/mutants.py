@@ -26,6 +26,10 @@ BUILDS = ("python", "extension", "engine")
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+class Invalid(Exception):
+    """A mutant that cannot be judged: its text is not there, it does not build, or its test does not run."""
+
+
 def read():
     return tomllib.loads(TABLE.read_text())["mutant"]
 
@@ -47,7 +51,7 @@ def mirror(folder):
 def mutated(mutant, text):
     count = text.count(mutant["find"])
     if count != 1:
-        raise SystemExit(f"{mutant['name']}: `find` is {count} times in {mutant['file']}, wanted once")
+        raise Invalid(f"`find` is {count} times in {mutant['file']}, wanted once")
     return text.replace(mutant["find"], mutant["replace"])
 
 
@@ -62,10 +66,9 @@ def run_test(repo, site, test):
         done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True, timeout=900)
     except subprocess.TimeoutExpired:
         return False, "no end after 900 s"
-    if done.returncode not in (0, 1) and not test.endswith(
-        ".cpp"
-    ):  # pytest: 1 where tests failed, others where none ran
-        raise SystemExit(f"{test} did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    # pytest: 1 where tests failed, others where none ran
+    if done.returncode not in (0, 1) and not test.endswith(".cpp"):
+        raise Invalid(f"{test} did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 0, "\n".join(done.stdout.splitlines()[-3:])
 
 
@@ -113,7 +116,7 @@ class BuiltTree:
         def call(*command):
             done = subprocess.run(command, cwd=self.repo, capture_output=True, text=True)
             if done.returncode:
-                raise SystemExit(f"the mutant does not build: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+                raise Invalid(f"it does not build: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--upgrade"]
         call(*pip, "--no-build-isolation", "--target", str(self.site), ".")
@@ -147,6 +150,8 @@ def run(mutant, baselines):
             for path, text in before.items():
                 path.write_text(text)
         return f"{test} does not find it" if passed else "found"
+    except Invalid as error:
+        return str(error)
     finally:
         tree.close()
 

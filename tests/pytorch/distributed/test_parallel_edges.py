@@ -75,9 +75,9 @@ def test_a_checkpointed_column_gathers_no_more_than_it_reads(found):
 def test_explain_says_why_values_travel(found):
     for told in found["explained"]:
         for (recipe, tokens), rows in told.items():
-            why = {why for _, op, path, why in rows if path.endswith("quantized behind")}
+            why = {why for _, op, path, why in rows if path.endswith("quantized after")}
             behind = recipe == "own" or (recipe, tokens) == ("block", 64)
-            ops = {op for _, op, path, _ in rows if path.endswith("quantized behind")}
+            ops = {op for _, op, path, _ in rows if path.endswith("quantized after")}
             assert ops == ({"group_gather", "group_gather_again"} if behind else set()), (recipe, tokens, rows)
             assert all("half of the bytes" in words for words in why) and {module for module, *_ in rows} == {"inner"}
             assert not behind or any(("Python" if recipe == "own" else "multiple of 128") in words for words in why)

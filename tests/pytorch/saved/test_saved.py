@@ -1,6 +1,6 @@
 # Saved-tensor hooks, with a StorageHandler of the test's own: it takes float32 tensors above a size, alone, inside of
 # an offload context and around one, under hooks that are not ours, through checkpoints and graphs that are gone through
-# twice; what stands for a tensor is test_standing.py's. Gradients are always the bits of a run without. Mutants: asking
+# twice; test_saved_storage.py tests storages and views. Gradients are always the bits of a run without. Mutants: asking
 # no context around it (no outward in StorageHandler::push, csrc/saved_hooks/saved_tensor_hooks.cpp), and hooks inside
 # of a checkpoint (is_recorded in Hooks.__enter__) turn these red.
 import gc

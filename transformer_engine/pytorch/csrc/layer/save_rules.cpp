@@ -56,47 +56,42 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
   const auto& [config, layer_idx, in, prologue_output, epilogue, operand, gathered, weights, wanted] = saves;
   const ProductQuantization* q = config.quantization.get();
   const Prologue& prologue = *config.prologue;
-  const bool rerun = save_for == SaveFor::kRecompute;  // the backward runs prologue and GEMM again first
-  const bool recompute = !rerun && wanted.weight && config.operand == SaveMode::kRecompute;
-  const bool through_prologue = !rerun && (wanted.operand || recompute);
+  const bool for_recompute = save_for == SaveFor::kRecompute;  // the backward runs prologue and GEMM again first
+  const bool recompute_operand = !for_recompute && wanted.weight && config.operand == SaveMode::kRecompute;
+  const bool through_prologue = !for_recompute && (wanted.operand || recompute_operand);
   // The input that is recomputed, or kept in FP8, goes by another name; the operand made of it is not named again.
   const bool recomputed_input = layer_idx > 0 && config.input == SaveMode::kRecompute;
-  const bool keep_input = through_prologue && (prologue.reads_input() || recompute) && !recomputed_input &&
+  const bool keep_input = through_prologue && (prologue.reads_input() || recompute_operand) && !recomputed_input &&
                           !(layer_idx > 0 && config.input_in_fp8);
+  const bool keep_whole = !for_recompute && !recompute_operand;
+  const bool wanted_any = wanted.operand || wanted.weight || wanted.epilogue.any();
   const bool high_precision = reads_high_precision(q);
 
   std::vector<Tensor> used;
-  if (rerun || (recompute && !high_precision)) used = config.gemm_policy->used_scales(operand);
+  if (for_recompute || (recompute_operand && !high_precision)) used = config.gemm_policy->used_scales(operand);
   c10::SmallVector<Operand, 1> values;
   for (size_t i = 0; high_precision && i < weights.size(); ++i) {
-    if (rerun && !weights[i].quantized()) continue;
+    if (for_recompute && !weights[i].quantized()) continue;
     values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
   }
-  const at::ArrayRef<Operand> read_weights = high_precision && !rerun ? at::ArrayRef<Operand>(values) : weights;
+  const at::ArrayRef<Operand> read_weights = high_precision && !for_recompute ? at::ArrayRef<Operand>(values) : weights;
   const QuantizeUsage read = kept_usage(q), read_twice{true, read.columnwise};
   const SavedInfo operand_info = saved_info(prologue.operand_info(), q), parameter = saved_info(kParameter, q);
 
   constexpr SaveMode kKeep = SaveMode::kSave;
   const SaveRule rules[] = {
       {kInput, keep_input, kKeep, prologue_output.input, {}, {}, prologue.input_info()},
-      {kInput, rerun, kKeep, prologue_output.input, {}, {}, kMlpInput},
-      {kSavedPrologue, rerun, kKeep, {}, {}, {}, {}, prologue_output.saves},
-      {kSavedEpilogue, rerun, kKeep, in.epilogue.list(kBias), {}, {}, kParameter},
-      {kSavedEpilogue,
-       rerun || wanted.operand || wanted.weight || wanted.epilogue.any(),
-       kKeep,
-       {},
-       {},
-       {},
-       {},
-       epilogue},
-      {kUsedScales, rerun, kKeep, used, {}, {}, kScales},
-      {kWeight, rerun || wanted.operand, kKeep, {}, read_weights, rerun ? read_twice : read, parameter},
-      {kWeightValues, rerun, kKeep, {}, values, {}, parameter},
-      {kOperand, recompute && !recomputed_input, SaveMode::kRecompute, {}, operand, {}, operand_info},
-      {kUsedScales, recompute, kKeep, used, {}, {}, kScales},
-      {kWholeOperand, !rerun && !recompute, kKeep, {}, gathered, read, saved_info(kGatheredInput, q)},
-      {kOperand, !rerun && !recompute && wanted.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
+      {kInput, for_recompute, kKeep, prologue_output.input, {}, {}, kMlpInput},
+      {kSavedPrologue, for_recompute, kKeep, {}, {}, {}, {}, prologue_output.saves},
+      {kSavedEpilogue, for_recompute, kKeep, in.epilogue.list(kBias), {}, {}, kParameter},
+      {kSavedEpilogue, for_recompute || wanted_any, kKeep, {}, {}, {}, {}, epilogue},
+      {kUsedScales, for_recompute, kKeep, used, {}, {}, kScales},
+      {kWeight, for_recompute || wanted.operand, kKeep, {}, read_weights, for_recompute ? read_twice : read, parameter},
+      {kWeightValues, for_recompute, kKeep, {}, values, {}, parameter},
+      {kOperand, recompute_operand && !recomputed_input, SaveMode::kRecompute, {}, operand, {}, operand_info},
+      {kUsedScales, recompute_operand, kKeep, used, {}, {}, kScales},
+      {kWholeOperand, keep_whole, kKeep, {}, gathered, read, saved_info(kGatheredInput, q)},
+      {kOperand, keep_whole && wanted.weight && !gathered.defined(), kKeep, {}, operand, read, operand_info},
       {kSavedPrologue, through_prologue, kKeep, {}, {}, {}, {}, prologue_output.saves},
   };
   for (const SaveRule& rule : rules) {
@@ -104,7 +99,7 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
     const int name = saved_name(layer_idx, rule.name);
     for (const Tensor& tensor : rule.tensors) save.keep(name, tensor, rule.info);
     for (const OwnSaved& own : rule.own) {
-      const bool reads = rerun ? own.is_argument : recompute || !own.recompute_reads;
+      const bool reads = for_recompute ? own.is_argument : recompute_operand || !own.recompute_reads;
       if (reads) save.keep(name + own.own, own.tensor, *own.info);
     }
     for (const Operand& one : rule.operands) {

@@ -102,7 +102,7 @@ class GroupGather final : public GatherFuture {
         columnwise_(columnwise),
         after_gather_(after_gather),
         usage_(usage) {
-    const CollectivePathNote reason(after_gather != nullptr ? "process group, serial, quantized behind" : nullptr,
+    const CollectivePathNote reason(after_gather != nullptr ? "process group, serial, quantized after" : nullptr,
                                     after_gather != nullptr ? why_values(*after_gather) : tp_comm.why_serial());
     const auto gather = [&](const Tensor& t, bool put_together, SlotKind kind) {
       return GatheredTensor(dispatch, tp_comm, t, rows_ * ranks_, gradient, put_together ? &own_ : buffers, kind);
