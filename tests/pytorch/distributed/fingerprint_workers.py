@@ -28,7 +28,7 @@ class Posts:
             _C.post_fingerprint(self.group.group_name, torch.device("cpu"), op, how, dtype, list(sizes))
 
     def heard(self, wanted=True):
-        """What this rank is told within 20 seconds; where nothing is wanted, in one."""
+        """The error that this rank raises within 20 seconds; if none is expected, within one second."""
         name, until = self.group.group_name, time.monotonic() + (20 if wanted else 1)
         while time.monotonic() < until:
             words = said(lambda: _C.refuse_disagreement(name))
@@ -56,7 +56,7 @@ def equal(rank):
 
 
 def different(rank):
-    """{what: what this rank hears} where the ranks differ in one thing."""
+    """{what: the error that this rank raises} where the ranks differ in one thing."""
     found = {}
     for what, mine in {
         "sizes": {"sizes": (4, 8 + rank)},
@@ -74,7 +74,7 @@ def different(rank):
 
 
 def long_ago(rank):
-    """What differed is not in the ring any more when the ranks find each other's."""
+    """A call that differed has left the ring before the ranks find each other's rings."""
     posts = Posts()
     posts(sizes=(rank,))
     posts(times=2 * RECORDS)
@@ -82,7 +82,7 @@ def long_ago(rank):
 
 
 def captured(rank):
-    """What comes behind a capture on one rank is not compared: it may replay what the other one posts."""
+    """Calls after a capture on one rank are not compared: a replay of that rank may post the same calls later."""
     posts = Posts()
     posts(times=3)
     time.sleep(1)  # in which the ranks have met
@@ -94,8 +94,8 @@ def captured(rank):
 
 
 def made_again(rank):
-    """A group of the same name in the same store as one that is still there with other calls behind it: nothing of that
-    one is compared with this one's."""
+    """A group of the same name in the same store as an earlier group, which still exists and has posted other calls:
+    the two groups' calls are not compared with each other."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     found = []
     kept = []
@@ -158,7 +158,7 @@ def heard_over_nccl(call, x):
 
 
 def disagree(what, rank, good):
-    """(what this rank hears at last, what it raised before, whether a new group works, seconds) of modules."""
+    """(the last error of this rank, what it raised before, whether a new group works, seconds) of modules."""
     group = dist.new_group()
     module, two = column(tp_group=group), mlp(tp_group=group)
     module(good).sum().backward()

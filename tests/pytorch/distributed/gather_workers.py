@@ -1,5 +1,5 @@
-# What distributed/test_quantized.py runs on each rank: quantized gathers of every format, beside the whole tensor
-# quantized in one piece. A worker returns what its test compares.
+# The worker functions of test_quantized.py, which run on each rank: quantized gathers of every format, compared with
+# the whole tensor quantized in one piece. A worker returns what its test compares.
 import torch
 import torch.distributed as dist
 from quantized_cases import E5M2, FORMATS, parts_of
@@ -10,7 +10,8 @@ from transformer_engine.pytorch.distributed import gather_along_first_dim as gat
 
 from .region_workers import told_by
 
-# Of one rank: whole blocks, rows that are none, columns with a pitch, more dimensions than two, one, no tokens.
+# Shapes on one rank: whole blocks, no whole block of rows, columns with a pitch, three and more dimensions, one, no
+# rows.
 SHAPES = ((128, 256), (256, 144), (3, 128, 40), (6, 48), (2, 5, 7), (130, 20), (48,), (0, 32))
 USAGES = ((True, True), (True, False), (False, True))
 
@@ -54,7 +55,7 @@ class Counted:
 
 
 def quantized(rank, ranks):
-    """What differs, and in how many cases nothing did."""
+    """The differences, and the number of cases that were compared."""
     world, wrong, cases = dist.group.WORLD, [], 0
     dtypes = (torch.float32, torch.bfloat16)
     for number, (name, shape, usages) in enumerate((n, s, u) for n in FORMATS for s in SHAPES for u in USAGES):

@@ -1,4 +1,5 @@
-# What distributed/test_gradients.py runs on each rank: modules whose parameters have gradients of its own tokens.
+# The worker functions of test_gradients.py, which run on each rank: modules whose parameters have gradients of the
+# rank's own tokens.
 import torch
 import torch.distributed as dist
 from ranks import at_most, here
@@ -47,7 +48,7 @@ def with_grads(shapes, rank, dtype=torch.float32):
 
 
 def counted(call):
-    """What a call returns, and how many all-reduces it takes."""
+    """The result of a call, and the number of its all-reduces."""
     calls, reduce = [], dist.all_reduce
 
     def noted(*args, **kwargs):

@@ -1,5 +1,5 @@
-# What the suite of attention and layers divided over ranks runs on each of them (ranks.py starts them). No test here: a
-# worker returns what is wrong, as words, and what the tests compare.
+# The worker functions of test_parallel_attention.py, which run on each of several ranks (ranks.py starts them). No test
+# here: a worker returns what is wrong, as words, and what the tests compare.
 import copy
 import itertools
 import pickle
@@ -39,7 +39,7 @@ from .parallel_modules import FP8, RECIPES, randn
 
 
 def by_head(rank):
-    """What a call has for each head is that of the rank's heads; the masks go by the whole sequences."""
+    """Arguments of a call for each head are those of the rank's heads; the masks cover the whole sequences."""
     wrong = []
     bias, slopes = torch.randn(1, HEADS, SEQ, SEQ).to(here()), torch.rand(HEADS).to(here())
     hidden = (torch.rand(BATCH, HEADS, SEQ, SEQ) < 0.3).to(here())
@@ -245,7 +245,7 @@ def compiled(rank):
 
 
 def refusals(rank):
-    """What is said of bad input, on this rank, and whether the modules work afterwards."""
+    """The errors of bad input on this rank, and whether the modules work afterwards."""
     said, world = [], dist.group.WORLD
 
     def note(what):

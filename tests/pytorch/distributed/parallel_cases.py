@@ -16,7 +16,7 @@ def part(whole, rank, ranks, dim, pieces=1):
 
 
 def parameter_part(name, whole, parameter, rank, ranks, pieces):
-    """What this rank has of a parameter, by the marks on it."""
+    """The part of a parameter that this rank holds, by the marks on the parameter."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     return part(whole, rank, ranks, parameter.partition_dim, pieces.get(name, 1))
@@ -63,7 +63,7 @@ class Twins:
         return torch.cat([self.tokens(piece, -1) for piece in t.split(self.columns, -1)], -1)
 
     def compare(self, x, dy, tolerance, around=None, **call):
-        """What differs between them, as words; nothing where all is equal."""
+        """The differences between the two, as words; empty if all is equal."""
         around = around or nullcontext
         with around():
             y = self.whole(xw := x.clone().requires_grad_(), **call)

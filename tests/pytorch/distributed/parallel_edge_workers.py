@@ -41,8 +41,8 @@ def said(what):
 
 
 def disagreeing(rank):
-    """What each rank hears where they quantize differently, or one gathers in a backward and the other in a forward;
-    and whether the next call works."""
+    """The error of each rank where the ranks quantize differently, or where one gathers in a backward and the other in
+    a forward; and whether the next call works."""
     found = []
     for recipes in (("none", "current"), ("delayed", "current"), ("block", "current"), ("current", "none")):
         module = column()
@@ -74,10 +74,10 @@ def disagreeing(rank):
 
 
 def ended_alone(rank):
-    """What each rank hears where an error ends a call on one of them before they meet, and whether the next call
-    works. (what, words, works)."""
+    """The error of each rank where a call fails on one of them before the collective, and whether the next call works.
+    (what, words, works)."""
     world = {"tp_group": dist.group.WORLD, "device": here()}
-    divided = column(sequence_parallel=False)  # whose forward meets nobody: the row behind it does
+    divided = column(sequence_parallel=False)  # its forward has no collective: that of the row after it has
     row = te.Linear(32, 32, parallel_mode="row", **world)
     stack = lambda x: row(divided(x))  # noqa: E731
     norm = te.LayerNormLinear(32, 32, parallel_mode="column", sequence_parallel=True, **world)
@@ -104,7 +104,7 @@ def ended_alone(rank):
 
 
 def devices_and_groups(rank):
-    """What of a group a module goes by, and what it says of one that cannot serve it."""
+    """How a module uses its group, and its errors for groups that it cannot use."""
     world, meta = dist.group.WORLD, column(device="meta")
     alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
     norm = te.LayerNormMLP(
@@ -150,7 +150,7 @@ def no_tokens(rank):
 
 
 def without_dimensions(rank):
-    """What modules say of an input whose only dimension are features, where the first one is to be tokens."""
+    """The errors of modules for an input that has the features as its only dimension: the first one must be tokens."""
     norm = te.LayerNormLinear(
         32, 32, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device=here()
     )

@@ -1,5 +1,6 @@
-# What goes wrong, or lies across, while divided layers are at work, on each of several ranks (ranks.py starts them). No
-# test here: each worker returns what is wrong, as words.
+# The worker functions of test_parallel_faults.py, which run on each of several ranks (ranks.py starts them): groups
+# that are destroyed, and tensors that are shared or written, while divided layers run. No test here: each worker
+# returns what is wrong, as words.
 import itertools
 import threading
 
@@ -11,14 +12,14 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 
 from .parallel_edge_workers import said
-from .parallel_lease_workers import drawn, interleaved, mlps, pairs, same, usage
 from .parallel_modules import RECIPES
+from .parallel_pool_workers import drawn, interleaved, mlps, pairs, same, usage
 from .parallel_rare_workers import layer, width
 
 
 def gone_groups(rank):
-    """A group that is destroyed between forward and backward, or before backward_dw(): said on every rank, nobody
-    waits, and the module works over another one."""
+    """A group that is destroyed between forward and backward, or before backward_dw(): every rank raises an error
+    without waiting, and the module works over another group."""
     wrong = []
     for mode, delay in itertools.product(("column", "row"), (False, True)):
         group = dist.new_group(list(range(dist.get_world_size())))
@@ -108,7 +109,7 @@ def shared_tensors(rank):
 
 
 def nothing_outlives(rank):
-    """No saved tensor, output, gradient or stored product lies in memory on lease."""
+    """No saved tensor, output, gradient or stored weight-gradient task uses memory of the pool."""
     wrong = []
     kinds, flags = (pairs, mlps), (True, False)
     for kind, recipe, recompute, delay in itertools.product(

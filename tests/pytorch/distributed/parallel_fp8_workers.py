@@ -32,9 +32,9 @@ def planted(t, ranks, dim, largest):
 
 
 def fp8_bits(rank, exact):
-    """Gathered FP8 operands are the whole tensor's: what is made of them has the module's whole bits, wherever no sums
-    go over ranks. Of any values with products by loops, on the CPU; else of those whose sums are exact. recipe, rows of
-    a rank -> (what differs, dtypes that the collectives carried)."""
+    """Gathered FP8 operands equal those of the whole tensor: results without sums over ranks have the bits of the
+    undivided module. With any values if CPU GEMMs are computed by loops; else with values whose sums are exact.
+    (recipe, rows of a rank) -> (what differs, dtypes that the collectives carried)."""
     found, ranks, group = {}, dist.get_world_size(), dist.group.WORLD
     largest = 7.0 if exact else 8.0
     _C.set_cpu_products("libtorch" if exact else "loop")

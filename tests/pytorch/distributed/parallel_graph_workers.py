@@ -1,5 +1,5 @@
-# What the suite of captured divided layers runs on each of several ranks (ranks.py starts them), beside eager twins. No
-# test here: a worker returns what differs, as words.
+# The worker functions of test_parallel_graph.py: captured divided layers, compared with eager copies, on each of
+# several ranks (ranks.py starts them). No test here: a worker returns what differs, as words.
 import copy
 import itertools
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def pair(sequence, recompute):
-    """A column and a row behind it."""
+    """A column layer and a row layer after it."""
     shared = {"tp_group": dist.group.WORLD, "sequence_parallel": sequence, "device": here()}
     shared["params_dtype"] = torch.bfloat16
     keep = {"tp_recompute_allgather": recompute}

@@ -27,7 +27,7 @@ RECIPES |= OVERRIDDEN
 
 
 class Own(te.Float8CurrentScalingQuantizer):
-    """A quantizer of the caller's: what it says of a part need not be what it says of the whole."""
+    """A quantizer of a caller: its result for a part may differ from the same rows of its result for the whole."""
 
     def quantize_impl(self, tensor):
         return super().quantize_impl(tensor)
@@ -102,7 +102,7 @@ MODULES = {
     "mlp_gelu": (lambda dtype, **o: mlp(dtype, normalization="RMSNorm", **o), "both", {}),
 }
 
-# What is tried of each module, beside bias, sequence and recompute.
+# The options that are tested with each module, besides bias, sequence and recompute.
 OPTIONS = {
     "column": [
         {},

@@ -1,6 +1,6 @@
-# Drawn programs of a divided module beside the same module whole: options, recipe, what runs around, which gradients
-# are wanted, layouts, microbatches and the order of their backwards, copies, a failure in the middle. No test is here:
-# compare() says what differs, as words.
+# Drawn programs of a divided module, compared with the same module whole: options, recipe, what runs around, which
+# gradients are wanted, layouts, microbatches and the order of their backwards, copies, a failure in the middle. No test
+# is here: compare() returns the differences, as words.
 import contextlib
 import copy
 import dataclasses
@@ -107,7 +107,7 @@ def draw(seed):
     if primary:
         options.pop("parameters_split", None)  # refused: several parameters that are scaled as one
     if traced:
-        options.pop("delay_wgrad_compute", None)  # refused: nobody traces it
+        options.pop("delay_wgrad_compute", None)  # refused under torch.compile
     tokens = r.choice((1, 4, 6, 0)) if recipe == "none" else r.choice((8, 64, 128)) if "block" in recipe else 16
     every, first = r.choice((0, 0, 0, 2, 3)), r.randrange(3)
     return Program(

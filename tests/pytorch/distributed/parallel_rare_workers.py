@@ -1,5 +1,5 @@
-# What tensor-parallel layers seldom meet, on each of several ranks (ranks.py starts them). No test here: each worker
-# returns what is wrong, as words.
+# The worker functions of test_parallel_rare.py: rare uses of tensor-parallel layers, on each of several ranks (ranks.py
+# starts them). No test here: each worker returns what is wrong, as words.
 import itertools
 
 import torch
@@ -34,7 +34,7 @@ def gradients(module, x, dy):
 
 
 def strides(rank):
-    """Inputs and gradients that do not lie in order, against the same that do; products on the CPU differ in bits."""
+    """Inputs and gradients that are not contiguous, compared with contiguous ones; CPU GEMMs may differ in bits."""
     wrong = []
     for mode, sequence in itertools.product(("column", "row"), (True, False)):
         module = layer(mode, sequence_parallel=sequence)
@@ -47,7 +47,7 @@ def strides(rank):
 
 
 def operators(rank):
-    """A sum is written nowhere else; a group of another size than said is refused."""
+    """group_sum leaves its input unchanged; a group whose size is not the given one is refused."""
     name, x = dist.group.WORLD.group_name, torch.full((3,), rank + 1.0)
     total = torch.ops.te.group_sum(x, name, 2)
     wrong = [] if total.tolist() == [3.0] * 3 and x.tolist() == [rank + 1.0] * 3 else ["group_sum"]
@@ -78,7 +78,7 @@ def switched(rank):
 
 
 def delayed(rank):
-    """What backward_dw() of a divided layer reads may not be written meanwhile."""
+    """Tensors that backward_dw() of a divided layer will read may not be written before it."""
     wrong = []
     for mode, what in itertools.product(("column", "row"), ("input", "gradient")):
         module = layer(mode, delay_wgrad_compute=True, tp_recompute_allgather=True)
@@ -120,7 +120,7 @@ def square_blocks(rank):
             y.backward(own(dy, outputs))
             found.append([y.detach(), leaf.grad, module.weight.grad])
         (y, dx, dw), (own_y, own_dx, own_dw) = found
-        # What is added up over ranks is not compared.
+        # Sums over ranks are not compared.
         wanted, got = (y, own_y) if mode == "column" else (dx, own_dx)
         if not torch.equal(got, wanted.chunk(ranks, 1)[rank]) or not torch.equal(
             own_dw, dw.chunk(ranks, of_weight)[rank]

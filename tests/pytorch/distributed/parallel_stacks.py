@@ -1,5 +1,5 @@
-# Stacks of divided layers with what runs around them, on each of several ranks. No test here: ways() says of each
-# composition whether it has the bits of the plain run, or what was raised.
+# Stacks of divided layers with other features around them, on each of several ranks. No test here: ways() returns for
+# each composition whether it has the bits of the plain run, or the error that it raised.
 import functools
 from contextlib import nullcontext
 
@@ -165,7 +165,7 @@ def ways(rank):
 
     def graphed():
         ours, eager = stack(group), stack(group)
-        if here().type == "cuda" and share_a_device():  # gloo: said by name, and eager calls go on
+        if here().type == "cuda" and share_a_device():  # gloo: the error names it, and eager calls still work
             words = told_by(te.make_graphed_callables, ours[2], (x.clone().requires_grad_(),))[1]
             return same(run(eager[2], x), run(ours[2], x)) if "gloo, which cannot be captured" in words else words
         captured = te.make_graphed_callables(ours[2], (x.clone().requires_grad_(),))

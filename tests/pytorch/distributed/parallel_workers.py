@@ -1,5 +1,5 @@
-# What the suite of tensor parallelism runs on each of several ranks (ranks.py starts them). No test here: a worker
-# returns what is wrong, as words, and what the tests compare.
+# The worker functions of test_parallel.py, which run on each of several ranks (ranks.py starts them). No test here: a
+# worker returns what is wrong, as words, and what the tests compare.
 import copy
 import functools
 import itertools
@@ -178,8 +178,8 @@ def compiled(rank, backend="aot_eager"):
 
 
 def refusals(rank):
-    """What is said of bad input, on this rank, and whether the modules work afterwards. Ranks that bring different
-    things are refused on the CPU alone, which the group reaches too."""
+    """The errors of bad input on this rank, and whether the modules work afterwards. Ranks with different arguments are
+    refused on the CPU only, where the group can compare them too."""
     said = []
     world = dist.group.WORLD
 
@@ -241,7 +241,7 @@ def nothing_and_one(rank):
 
 
 def frozen(rank):
-    """What wants no gradient moves nothing: collectives of a backward, by name."""
+    """A backward without wanted gradients communicates nothing: the collectives of a backward, by name."""
     counts = {}
     for name, freeze in itertools.product(("column", "row"), ("nothing", "weight", "input", "both")):
         make, kind, _ = MODULES[name]
@@ -301,8 +301,8 @@ def functions(rank):
 
 
 def another_group(rank):
-    """What a module is called over when tp_group was set: the names of its group and of its TPComms, and the group
-    over which the scale of what it gathers is agreed on."""
+    """The groups that a module uses after tp_group was set: the names of its group and of the groups of its TPComms,
+    and the group that shares the scale of the gathered tensor."""
     module = linear("column", torch.float32)(tp_group=dist.group.WORLD, sequence_parallel=True)
     x, _ = examples("column", torch.float32)
     found = []

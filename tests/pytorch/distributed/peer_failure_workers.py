@@ -1,6 +1,6 @@
-# Ranks over channels to peers of which one calls alone, does something else, or gives up, while all processes live
-# (ranks.py starts them; who dies or is stopped is peer_fault_workers.py's). No test here: each worker returns what it
-# met.
+# Ranks over channels to peers of which one calls alone, makes another call, or gives up, while all processes live
+# (ranks.py starts them; peer_fault_workers.py has processes that die or are stopped). No test here: each worker returns
+# the errors and results of its rank.
 import copy
 import time
 
@@ -20,7 +20,7 @@ TOKENS = 32
 
 
 def met(call):
-    """What call() raises: (words, op, peer, rank, step); None where nothing is."""
+    """The error of call(): (words, op, peer, rank, step); None without an error."""
     try:
         call()
     except CommTimeout as error:
@@ -42,7 +42,7 @@ def end_of_streams():
 
 
 def ready(kind, rank, dtype=torch.float32, tokens=TOKENS, **options):
-    """A layer and an input, when all ranks have theirs: the deadline is for what comes behind."""
+    """A layer and an input, after all ranks have made theirs: the deadline starts with the calls that follow."""
     found = made(kind, "chunked", dtype, **options), example(kind, rank, dtype, tokens)
     end_of_streams()
     all_here()
@@ -59,7 +59,7 @@ def forward(module, x):
 
 
 def until_raised(call, steps=1000):
-    """What call() raises in the end: on CUDA a call behind the one that failed."""
+    """The first error of repeated calls: on CUDA, call() raises it after the call that failed."""
     for _ in range(steps):
         found = met(call)
         if found is not None:
@@ -126,7 +126,7 @@ def raises_inside_a_call(rank):
     module(x.clone().requires_grad_()).sum().backward()
     y = module(x.clone().requires_grad_())
     end_of_streams()
-    all_here()  # a rank that has not called yet would hear of it there
+    all_here()  # otherwise a rank that has not called yet would raise the error in its forward
     if rank == 0:
         module.weight.main_grad = torch.zeros(3, 3, device=x.device)
     words = ""
@@ -140,9 +140,9 @@ def raises_inside_a_call(rank):
 
 
 def replays_on_a_failed_channel(rank):
-    """Of te.make_graphed_callables, whose channel rank 1 gives up: before a forward, between it and its backward, and
-    before the weight gradients that wait. What each raises, how many graphs were replayed meanwhile, and what the next
-    eager call raises."""
+    """Replays of te.make_graphed_callables after rank 1 gives up the channel: before a forward, between it and its
+    backward, and before delayed weight gradients. The error of each, the number of graphs that were replayed until
+    then, and the error of the next eager call."""
     replays = []
     real = RecordedGraph.replay
     RecordedGraph.replay = lambda graph: (replays.append(graph), real(graph))[1]
@@ -187,6 +187,6 @@ def plain_graphs_on_a_failed_channel(rank):
     all_here()
     graph.replay()
     end_of_streams()
-    # Of its own dY alone, in this rank's tokens: nobody else is in it.
+    # The gradient of fc2_bias depends on this rank's own dY alone: no other rank's values are in it.
     there = {name for name, t in results.items() if not torch.isnan(t).any()} - {"fc2_bias"}
     return sound, sorted(there), met(lambda: forward(module, x))

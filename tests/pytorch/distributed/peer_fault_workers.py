@@ -74,7 +74,7 @@ def one(rank, ranks, folder, name, timeout):
         go_to(f"cuda:{0 if peers_share_a_device(ranks) else rank}")
     start(folder, (rank, ranks), "store")
     WORKERS[name](rank, ranks, folder)
-    os._exit(0)  # a destroyed group would wait for who is gone
+    os._exit(0)  # destroying the group would wait for the dead rank
 
 
 def note_when(folder):
@@ -122,7 +122,7 @@ def stopped(rank, ranks, folder):
 
 
 def wrong_in_a_new_group(rank):
-    """What differs from the same layer over that group, which goes without a channel."""
+    """The differences from the same layer over the new group, which has no channel."""
     before = _C.set_cpu_products("loop")
     x = example("norm", rank, torch.float32, TOKENS)
     wanted, got = (run(made("norm", overlap, torch.float32), x) for overlap in ("off", "chunked"))
@@ -174,7 +174,8 @@ def sleepy(rank, ranks, folder):
 
 
 def _dies_where_it_says(what, rank, folder):
-    """In the growth of a slot, which is said in steps: its size, then whose memory is where, then who has it."""
+    """Rank 1 dies while a slot grows. The ranks exchange in steps its size, where its memory is, and that they mapped
+    it."""
     module = made("column", "chunked", torch.float32)
     run(module, example("column", rank, torch.float32, TOKENS))
     if rank == 1:
@@ -200,12 +201,12 @@ def dies_while_memory_grows(rank, ranks, folder):
 
 
 def dies_with_memory_made(rank, ranks, folder):
-    """Behind the memory that it made, and before the others hear of it."""
+    """Rank 1 dies after it made its memory, and before it sends the memory's path."""
     _dies_where_it_says(" in", rank, folder)
 
 
 def dies_while_ranks_meet(rank, ranks, folder):
-    """At the first call, as soon as it has said where it is."""
+    """Rank 1 dies at the first call, directly after it has sent its location."""
     module, x = made("column", "chunked", torch.float32), example("column", rank, torch.float32, TOKENS)
     if rank == 1:
         tell = distributed.peer._Meeting._tell
@@ -248,7 +249,7 @@ def starts(name, folder, ranks, timeout):
 
 
 def ends(each, folder, seconds=60):
-    """What each rank met; None of one that brought nothing."""
+    """The results of each rank; None for a rank that wrote none."""
     until = time.monotonic() + seconds
     for process in each:
         process.join(max(0.1, until - time.monotonic()))

@@ -20,7 +20,7 @@ def callables(rank):
     """te.make_graphed_callables: replays on new values, eager calls of another layer over the same channel between."""
     wrong = []
     before = _C.set_cpu_products("loop")
-    # A scale for the whole is asked for over the group, and that of ranks on one CUDA device is gloo's: not captured.
+    # The ranks agree on a per-tensor scale over the group, which is gloo for ranks on one CUDA device: not captured.
     recipes = ("none", "current", "block") if here().type == "cpu" else ("none", "block")
     for kind, recipe in itertools.product(("norm", "row", "mlp"), recipes):
         dtype = torch.bfloat16

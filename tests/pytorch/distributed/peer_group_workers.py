@@ -14,8 +14,8 @@ TOKENS = 32
 
 
 def groups_that_come_and_go(rank):
-    """Of each of several groups that are used and destroyed: its memory while it lives, and behind it what is left of
-    that, and threads."""
+    """Several groups that are used and destroyed: the memory of each while it lives, the memory that is left after it,
+    and threads."""
     found = []
     for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
@@ -29,8 +29,8 @@ def groups_that_come_and_go(rank):
 
 
 def another_group_of_the_name(rank, folder, holds):
-    """A module through a group that fails, is destroyed, and is made again with the ranks in another order. holds:
-    somebody has the first one still."""
+    """A module through a group that fails, is destroyed, and is made again with the ranks in another order. holds: a
+    reference to the first group is kept."""
     held = dist.group.WORLD if holds else None
     serial, module = made("column", "off", torch.float32), made("column", "chunked", torch.float32)
     x = example("column", rank, torch.float32, TOKENS)
@@ -54,8 +54,8 @@ def another_group_of_the_name(rank, folder, holds):
 
 
 def no_space(rank, when):
-    """What one rank's lack of space says to all, whether the next call is sound, and the memory of channels: behind the
-    error, behind that call, and behind the group."""
+    """The error of all ranks after one rank has no space, whether the next call is correct, and the memory of channels:
+    after the error, after that call, and after the group."""
     real, calls = os.posix_fallocate, []
 
     def full(*args):
@@ -99,7 +99,7 @@ def no_access(rank, overlap):
 
 
 def collected_meanwhile(rank):
-    """What differs from serial in a first call during which a group ends that nobody has."""
+    """The differences from serial in a first call during which groups without other references are collected."""
     x = example("column", rank, torch.float32, TOKENS)
     serial = made("column", "off", torch.float32)
     groups = [dist.new_group([0, 1]) for _ in range(3)]

@@ -1,5 +1,5 @@
-# The memory that ranks of a channel share: when it is made, who counts it, when it goes (ranks.py starts them). No test
-# here: each worker returns what it found.
+# The memory that ranks of a channel share: when it is made, how it is counted, when it is freed (ranks.py starts the
+# ranks). No test here: each worker returns what it found.
 import gc
 
 import torch
@@ -20,7 +20,7 @@ def forward(module, x):
 
 
 def reserved(rank):
-    """Usage behind a first small call and a later larger one, with a note of initialize_ub and without."""
+    """Usage after a first small call and after a later larger one, with a note of initialize_ub and without."""
     found = []
     for told in (False, True):
         group = dist.new_group([0, 1])
@@ -55,17 +55,18 @@ def refused(module, x):
 
 
 def grows_in_a_capture(rank):
-    """What a capture says before the ranks have met and of a larger call, and what differs in eager calls behind it."""
+    """The errors of a capture before the ranks have met and of a larger call, and the differences of eager calls
+    afterwards."""
     serial, module = made("column", "off", torch.bfloat16), made("column", "chunked", torch.bfloat16)
     small, large = (example("column", rank, torch.bfloat16, tokens) for tokens in (SMALL, LARGE))
     words = [refused(module, small)]
     step(module, small)
     words.append(refused(module, large))
-    return words, different("behind it", step(module, large), step(serial, large))
+    return words, different("after the captures", step(module, large), step(serial, large))
 
 
 def channels_of_dead_groups(rank, captured):
-    """How many channels of groups that are gone there are, behind each of several of them."""
+    """The number of channels of destroyed groups, after each of several such groups."""
     found, graphs = [], []
     for _ in range(4):
         group = dist.new_group([0, 1])

@@ -89,5 +89,5 @@ def crossing_groups(rank):
 
 
 def on_few_queues(rank):
-    """What CUDA_DEVICE_MAX_CONNECTIONS could change."""
+    """Results that could depend on CUDA_DEVICE_MAX_CONNECTIONS."""
     return [*same_bits(rank, torch.bfloat16)[0], *whole_steps(rank, 40), *streams_of_two_groups(rank)]

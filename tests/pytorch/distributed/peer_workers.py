@@ -15,8 +15,8 @@ from transformer_engine.pytorch.distributed.peer import kind_of
 
 from .parallel_modules import RECIPES
 
-# On CUDA large enough that no algorithm splits the reduction. Tokens are a rank's: own rows are more than one tile, and
-# no multiple of it.
+# On CUDA large enough that no algorithm splits the reduction. TOKENS is per rank: a rank's own rows are more than one
+# tile, and no multiple of it.
 HIDDEN, WIDE = (512, 768) if on_cuda() else (64, 96)
 TOKENS, BATCH = (600, 2) if on_cuda() else (160, 2)
 
@@ -133,7 +133,7 @@ def keeping_in_fp8(rank):
 
 
 def of_costs(rank, costs):
-    """What "auto" does on a device whose kind has such costs: what differs from serial, and the paths of a column."""
+    """Mode "auto" on a device whose kind has such costs: the differences from serial, and the paths of a column."""
     kind, products = kind_of(here()), _C.set_cpu_products("loop")
     _C.lend_comm_costs(kind, costs)
     wrong = []
@@ -150,8 +150,8 @@ def of_costs(rank, costs):
 
 
 def out_of_reach(rank, costs):
-    """Where one rank says that it is elsewhere: what "chunked" raises each time; of "auto" with such costs what differs
-    from serial, and (op, path, reason) of a column's calls."""
+    """One rank reports another boot id or pid namespace: the error that "chunked" raises each time; for "auto" with
+    such costs the differences from serial, and (op, path, reason) of a column's calls."""
     raised = []
     for where in ("_boot", "_processes"):
         real = getattr(peer, where)

@@ -1,4 +1,4 @@
-# What the suites of te.checkpoint share: a step with and without it. No test is here.
+# Helpers of the suites of te.checkpoint: a step with and without it. No test is here.
 import pytest
 import torch
 from families import FFN, HIDDEN, inputs_of

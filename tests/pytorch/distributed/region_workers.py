@@ -1,4 +1,4 @@
-# What distributed/test_regions.py runs on each rank: the collectives that autograd knows, and what they refuse. A
+# The worker functions of test_regions.py, which run on each rank: the differentiable collectives, and their errors. A
 # worker returns what its test compares.
 import copy
 import itertools
@@ -113,7 +113,7 @@ def refusals(rank):
 
 
 def compiled(rank):
-    """What torch.compile's whole graphs of them give otherwise than eager calls do."""
+    """The differences of torch.compile's whole graphs of them from eager calls."""
     world, wrong = dist.group.WORLD, []
     calls = {**REGIONS, "gather_along_first_dim": d.gather_along_first_dim, "allreduce": d.allreduce}
     calls["reduce_scatter_along_first_dim"] = d.reduce_scatter_along_first_dim
@@ -182,11 +182,11 @@ def symmetric(rank):
     for kind in ("one_shot", "two_shot"):
         sums[kind], work = d.symmetric_all_reduce(x, world, all_reduce_type=kind)
         assert work is None
-        sums[f"{kind} of everyone"], _ = d.symmetric_all_reduce(x, all_reduce_type=kind)
+        sums[f"{kind} of all ranks"], _ = d.symmetric_all_reduce(x, all_reduce_type=kind)
         sums[f"{kind} transposed"], _ = d.symmetric_all_reduce(x.t(), world, all_reduce_type=kind)
         sums[f"{kind} later"], work = d.symmetric_all_reduce(x, world, async_op=True, all_reduce_type=kind)
         work.wait()
-        for dtype in (torch.float32, torch.bfloat16):  # behind a small one: what the ranks share has to grow
+        for dtype in (torch.float32, torch.bfloat16):  # after a small one: the shared memory has to grow
             many = of_rank(30 + rank, *MANY).to(dtype)
             sums[f"{kind} of many, {dtype}"], _ = d.symmetric_all_reduce(many, world, all_reduce_type=kind)
     assert torch.equal(x, before)

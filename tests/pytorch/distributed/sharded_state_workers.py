@@ -1,6 +1,6 @@
-# What distributed/test_sharded_state.py runs on each rank: modules whose parameters are cut for t ranks, their state
-# dicts, and torch's distributed checkpoints of them. CUT says what each rank holds, written apart from the library's
-# answer.
+# The worker functions of test_sharded_state.py, which run on each rank: modules whose parameters are divided over t
+# ranks, their state dicts, and torch's distributed checkpoints of them. CUT lists the part that each rank holds,
+# independently of the library.
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -42,7 +42,7 @@ CUT = {
 
 
 def marked(linear):
-    """A module that is not the library's: FSDP2's parameters have to be marked anew."""
+    """A module that is not part of the library: its parameters of FSDP2 have to be marked again."""
     for name, value in {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 2}.items():
         setattr(linear.weight, name, value)
     return linear
@@ -122,7 +122,7 @@ def wrong_parameters(module, rank, ranks, what):
 
 
 def wrong_state(state, module, ranks):
-    """What of a state dict is not as CUT says, or no memory of the parameters."""
+    """The entries of a state dict that differ from CUT, or that do not share the parameters' memory."""
     keys = [f"{name}.{part}" for name, (_, _, parts) in CUT.items() for part in parts or ()]
     keys += [n for n, _ in module.named_parameters(remove_duplicate=False) if n not in CUT or CUT[n][2] is None]
     if sorted(keys) != sorted(key for key in state if not key.endswith("_extra_state")):
@@ -152,7 +152,7 @@ def zeroed(module):
 
 
 def round_trips(rank, folder):
-    """What is wrong after checkpoints of 1, 2 and 4 ranks were loaded at each of them, on four processes."""
+    """The errors after checkpoints of 1, 2 and 4 ranks were loaded at each of these sizes, on four processes."""
     wrong, meshes = [], {}
     for n in (1, 2, 4):
         meshes[n] = init_device_mesh(here().type, (MOST // n, n), mesh_dim_names=("dp", "tp"))

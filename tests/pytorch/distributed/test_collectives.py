@@ -21,7 +21,7 @@ def test_on_two_ranks():
             wanted["reduce_scatter" + suffix] = total[2 * rank : 2 * rank + 2]
             if suffix != " into a tensor":
                 wanted["gather of columns" + suffix] = torch.cat([t.t() for t in inputs])
-                wanted["allreduce" + suffix] = wanted["allreduce of everyone" + suffix] = total
+                wanted["allreduce" + suffix] = wanted["allreduce of all ranks" + suffix] = total
         message = got.pop("three rows")
         assert all(word in message for word in ("reduce_scatter_along_first_dim", "'inp'", "3 rows", "2 ranks"))
         assert sorted(got) == sorted(wanted)

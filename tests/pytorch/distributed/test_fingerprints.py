@@ -1,6 +1,6 @@
 # Ranks over NCCL that disagree raise an error, and no rank waits for an answer (csrc/distributed/fingerprints.h): the
 # rings alone on CPUs, and modules on two GPUs. Mutants: `all` that is not mixed with what came before, a ring that is
-# compared before its rank has met this one, or behind a capture, a post that a fork's child makes too.
+# compared before its rank has met this one, or after a capture, a post that a fork's child makes too.
 import pytest
 from ranks import on_ranks, ranks_compare
 
@@ -19,7 +19,7 @@ def test_equal_calls_are_let_be(found):
 
 
 @pytest.mark.parametrize("what", ["sizes", "dtype", "op", "how", "raised"])
-def test_a_difference_is_heard_by_all(found, what):
+def test_all_ranks_raise_a_difference(found, what):
     one, other = (rank[what] for rank in found["different"])
     assert one == other and one.startswith("ValueError: the ranks of the process group '"), (one, other)
     second = {
@@ -35,12 +35,12 @@ def test_a_difference_is_heard_by_all(found, what):
         assert rank[f"{what}, the next call"] == one
 
 
-def test_a_difference_behind_the_ring_is_heard(found):
+def test_a_difference_older_than_the_ring_is_raised(found):
     for words in found["long_ago"]:
         assert words.startswith("ValueError: the ranks of the process group") and "after a call that differed" in words
 
 
-def test_what_comes_behind_a_capture_is_let_be(found):
+def test_calls_after_a_capture_are_not_compared(found):
     assert found["captured"] == ["nothing"] * 2
 
 

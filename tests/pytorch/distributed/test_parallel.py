@@ -107,7 +107,7 @@ def test_zero_tokens_and_a_group_of_one():
         assert not wrong, "\n".join(wrong[:5])
 
 
-def test_what_wants_no_gradient_moves_nothing():
+def test_a_backward_without_wanted_gradients_moves_nothing():
     for counts in on_ranks(workers.frozen):
         gather, scatter = "c10d::_allgather_base_", "c10d::alltoall_base_"
         assert counts == {
@@ -123,8 +123,8 @@ def test_what_wants_no_gradient_moves_nothing():
 
 
 def test_one_sum_alone_runs_beside_something():
-    """A column's input gradient without sequence parallelism, behind which its weight's is computed. Mutant: a row's
-    sum, which nothing hides, with a stream of its own."""
+    """The sum of a column's input gradient without sequence parallelism, during which the weight gradient is computed.
+    Mutant: a row's sum, which no computation overlaps, with a stream of its own."""
     for found in on_ranks(workers.on_streams_of_their_own):
         asides = {key: [] for key in itertools.product(("column", "row"), (True, False))}
         assert found == asides | {("column", False): ["c10d::allreduce_"]}

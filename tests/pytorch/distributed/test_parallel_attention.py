@@ -1,6 +1,6 @@
 # Attention and transformer layers on several ranks against the same modules whole. Mutants: the gradients of q_norm and
 # k_norm not added up, or not marked, ALiBi's slopes of the first heads on every rank, rotary positions checked against
-# a rank's tokens, the dropout of what is divided drawn without a fork, turn these red.
+# a rank's tokens, the dropout of divided tensors drawn without a fork, turn these red.
 import pytest
 import torch
 from ranks import found_by, on_ranks
@@ -41,7 +41,7 @@ def test_dropout_differs_where_something_is_divided(found):
     one, other = found["draws"]
     for sequence, forks in one:
         (attended, dropped), (attended2, dropped2) = one[sequence, forks], other[sequence, forks]
-        # Heads are divided always, but under sequence parallelism it is the caller who forks.
+        # Heads are always divided; under sequence parallelism only the caller's fork makes the ranks differ.
         assert torch.equal(attended, attended2) == (sequence and not forks), (sequence, forks)
         assert torch.equal(dropped, dropped2) == (not sequence and not forks), (sequence, forks)
         assert 0.3 < (dropped == 0).float().mean() < 0.7

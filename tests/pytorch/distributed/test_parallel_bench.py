@@ -1,5 +1,5 @@
-# Benchmarks of several ranks run: under torchrun, over gloo, at small shapes. What they time here is no figure; what
-# they count is. Mutant: a column that keeps what it gathered in both modes turns this red.
+# Benchmarks of several ranks run: under torchrun, over gloo, at small shapes. Their times are no figures here; their
+# counts are checked. Mutant: a column that keeps what it gathered in both modes turns this red.
 import csv
 import importlib.util
 import os
@@ -23,7 +23,7 @@ def rows_module():
 
 
 def run(name, tmp_path):
-    """What benchmarks/<name>.py prints on two ranks of the CPU, and its rows."""
+    """The output of benchmarks/<name>.py on two ranks of the CPU, and its rows."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "TE_COMMIT": "tested"}
     bench = [str(BENCHMARKS / f"{name}.py"), "--device", "cpu", "--results", str(tmp_path)]
@@ -95,4 +95,4 @@ def test_a_machine_need_not_know_any_name(tmp_path):
     run = [*alone, "bash", "-euc", script, "bash", *command]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=50)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "".join(done.stdout.split()) == "22", done.stdout  # two processes write: a line may be cut by the other's
+    assert "".join(done.stdout.split()) == "22", done.stdout  # output of two processes: their lines may be interleaved

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.dist
 found = found_by(workers.everything)
 
 
-@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks hear of it later: test_fingerprints.py")
-def test_ranks_that_disagree_hear_of_it(found):
+@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks raise the error later: test_fingerprints.py")
+def test_ranks_that_disagree_raise_an_error(found):
     (*one, gather, grads), (*other, its_gather, its_grads) = found["disagreeing"]
     assert one == other
     for what, words, works in one:
@@ -27,8 +27,8 @@ def test_ranks_that_disagree_hear_of_it(found):
         assert f" to {function[0]}, rank 1 passes Float [128, 32] to group_gather;" in module[1]
 
 
-@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks hear of it later: test_fingerprints.py")
-def test_an_error_on_one_rank_is_heard_by_all(found):
+@pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks raise the error later: test_fingerprints.py")
+def test_an_error_on_one_rank_is_raised_on_all(found):
     """Long before the group's timeout. Mutant: a ~HeardByRanks() that sends nothing to the other ranks."""
     one, other = found["ended_alone"]
     ops = {"width": "layernorm_mlp", "dtype": "layernorm_mlp", "loss": "cross_entropy", "fused": "linear_cross_entropy"}
@@ -72,7 +72,7 @@ def test_a_checkpointed_column_gathers_no_more_than_it_reads(found):
             assert count == {"none": 2, "current": 3, "delayed": 3, "block": 6}[recipe], counts
 
 
-def test_explain_says_why_values_travel(found):
+def test_explain_gives_the_reason_for_gathered_values(found):
     for told in found["explained"]:
         for (recipe, tokens), rows in told.items():
             why = {why for _, op, path, why in rows if path.endswith("quantized after")}

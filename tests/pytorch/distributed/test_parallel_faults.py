@@ -1,6 +1,6 @@
-# What goes wrong, or lies across, while divided layers are at work, on gloo ranks. Mutants: a sum of gradients that is
-# written behind the backward's end, a backward that gathers into what its caller has, slots without a group in their
-# name, turn these red.
+# Groups that are destroyed, and tensors that are shared or written, while divided layers run on gloo ranks. Mutants: a
+# sum of gradients that is written after the backward's end, a backward that gathers into a tensor of its caller, slots
+# without a group in their name, turn these red.
 import pytest
 from ranks import found_by
 

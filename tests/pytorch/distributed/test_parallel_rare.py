@@ -1,5 +1,5 @@
-# What tensor-parallel layers seldom meet, on gloo ranks. Mutants: a gather of memory that does not lie in order, a sum
-# in place, products of a delayed gradient that name nothing they read, a TPComm kept under the mode alone.
+# Rare uses of tensor-parallel layers, on gloo ranks. Mutants: a gather of memory that is not contiguous, a sum in
+# place, products of a delayed gradient that name nothing they read, a TPComm kept under the mode alone.
 import pytest
 from ranks import found_by
 

@@ -68,7 +68,7 @@ def test_a_rank_that_is_late_now_and_then(tmp_path):
 
 
 def test_a_rank_dies_while_ranks_meet(tmp_path):
-    """Mutant: processes that are said behind the first meeting of all (distributed/peer.py)."""
+    """Mutant: process ids that are sent after the first meeting of all (distributed/peer.py)."""
     met = workers.ends(workers.starts("dies_while_ranks_meet", tmp_path, 2, 30), tmp_path)
     when = float((tmp_path / "when").read_text())
     assert met[0]["peer"] == 1 and "dead" in met[0]["words"] and met[0]["when"] - when < 2, met

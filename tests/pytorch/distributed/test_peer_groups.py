@@ -1,6 +1,6 @@
 # Channels to peers while groups come and go, and where memory cannot be shared: nothing is left behind, no module goes
-# on over the channel of a group that is gone, and all ranks hear of one's trouble. Mutants, in distributed/peer.py and
-# module/parallel.py: a channel that holds its meeting, a TPComm that is not looked at again, a rank that raises
+# on over the channel of a destroyed group, and an error of one rank is raised on all. Mutants, in distributed/peer.py
+# and module/parallel.py: a channel that holds its meeting, a TPComm that is not looked at again, a rank that raises
 # without telling, turn these red.
 import time
 
@@ -31,7 +31,7 @@ def test_a_module_follows_its_group(tmp_path, holds):
 
 
 @pytest.mark.parametrize("when", [1, 2])
-def test_a_rank_without_space_tells_the_others(when):
+def test_one_rank_without_space_is_an_error_on_all(when):
     before = time.monotonic()
     for words, (failed, sound, left) in as_peers(workers.no_space, when):
         assert "rank 0 got" in words and "No space left" in words, words

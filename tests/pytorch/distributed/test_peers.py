@@ -69,7 +69,7 @@ def test_runs_follow_what_their_caller_has_enqueued():
         assert not wrong, "\n".join(wrong[:8])
 
 
-def test_explain_says_which_runs():
+def test_explain_shows_the_path_over_peers():
     for found in as_peers(workers.explained):
         for rows in found.values():
             paths = [path for _, path, _ in rows]
@@ -92,7 +92,7 @@ def test_nothing_is_gathered_for_a_product_that_waits():
 
 
 def test_what_is_kept_comes_over_peers():
-    """Mutant: a gather without leases by the group (tp_comm_group.cpp)."""
+    """Mutant: a gather by the group without pooled buffers (tp_comm_group.cpp)."""
     for found in as_peers(workers.explained_keeping):
         for kind in ("column", "norm"):
             ops = [(op, path) for op, path, _ in found[kind] if "gather" in op]
@@ -101,7 +101,7 @@ def test_what_is_kept_comes_over_peers():
         assert paths and all("peers" in path for path in paths), paths
 
 
-# What one tile takes, and a link: of 16 x 16 tiles, one at a time, a product takes some ms on any of these devices.
+# The costs of one tile and of a link: of 16 x 16 tiles, one at a time, a product takes some ms on any of these devices.
 SLOW = {"units": 1, "tile_rows": 16, "tile_cols": 16, "flops_per_us": 1e3, "launch_us": 0.01, "hop_us": 0.01}
 
 
@@ -143,7 +143,7 @@ def test_auto_of_few_tokens_goes_over_the_group(few):
 
 
 @pytest.mark.skipif(_C.comm_least_rows(peer.kind_of(here())) is not None, reason="this kind of device was measured")
-def test_auto_says_that_a_device_was_not_measured():
+def test_auto_explains_that_a_device_was_not_measured():
     for found in as_peers(workers.explained, "auto"):
         for rows in found.values():
             whys = {why for op, _, why in rows if op.startswith("group")}
@@ -192,7 +192,7 @@ def test_memory_with_multicast_is_refused(multicast, monkeypatch):
         ((1, 1, 1), "3 integers, wanted none, or 4 to 6"),
     ],
 )
-def test_an_exchange_that_is_none(packed, words):
+def test_an_invalid_tp_comm(packed, words):
     """As a schema carries it."""
     x, weight = torch.randn(4, 8), torch.randn(8, 8)
     with pytest.raises(ValueError, match=re.escape(f"argument 'parallel' has {words}")):

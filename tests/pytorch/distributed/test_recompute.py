@@ -1,6 +1,6 @@
 # te.checkpoint: with and without it the same bits, in outputs, in every gradient and in whatever is drawn afterwards,
 # for both of torch's ways. Mutants: a second run without `snapshot.replayed()`, or a tracker left out of the snapshot,
-# turns these red, as passing by every result that wants a gradient does; preserve_rng_state that is not handed on,
+# turns these red, as ignoring every result that requires a gradient does; preserve_rng_state that is not handed on,
 # test_random_states_that_are_left_alone; `h = x` after the node (sees_inner_ops of csrc/layer/op_registration.h
 # false), test_every_module_with_a_selective_policy.
 
@@ -146,7 +146,7 @@ def test_checkpoints_nest(device, use_reentrant, inner):
 
 @both_ways
 def test_autocast(device, use_reentrant):
-    """The second run is under the first one's autocast, although the backward is under none."""
+    """The second run has the autocast of the first run, although the backward runs without autocast."""
     module, x = Dropping(device), tokens(device)
 
     def plain(m, t):
@@ -251,8 +251,8 @@ def test_views_that_are_returned(device, use_reentrant, of, view):
 @both_ways
 @pytest.mark.parametrize("made", ["leaf of a buffer", "view without gradients"])
 def test_views_from_outside_that_are_returned(device, use_reentrant, made):
-    """A leaf that lies in a buffer keeps its own gradient; so does a view of a leaf made under no_grad, in which
-    autograd accumulates as in a leaf."""
+    """A leaf that is a view of a buffer keeps its own gradient; a view of a leaf made under no_grad does too: autograd
+    accumulates in it as in a leaf."""
 
     start = tokens(device)
 
@@ -286,7 +286,7 @@ def test_a_frozen_parameter_that_is_returned_stays_itself(device, use_reentrant)
         same_bits(step(checkpointed, module, x), kept)
 
 
-def test_a_tensor_from_outside_that_wants_no_gradient_is_refused(device):
+def test_a_tensor_from_outside_that_requires_no_grad_is_refused(device):
     """torch makes it the checkpoint's own result, and the backward would call itself without end. A view or a copy that
     the function makes of it is its own."""
     buffer, x = torch.ones(HIDDEN, device=device), tokens(device)

@@ -1,5 +1,5 @@
-# te.checkpoint around a run: what says which run it is, exceptions and misuse, torch.compile. That it changes no bit is
-# test_recompute.py's.
+# te.checkpoint around a run: how code finds out which run it is in, exceptions and misuse, torch.compile.
+# test_recompute.py checks that it changes no bit.
 import contextlib
 import copy
 
@@ -54,7 +54,7 @@ def test_phases(device, use_reentrant):
 
 
 @both_ways
-def test_a_recomputation_is_told_of_inside_an_enabled_autocast_alone(device, use_reentrant):
+def test_a_recomputation_is_reported_inside_an_enabled_autocast_alone(device, use_reentrant):
     seen, linear = [], te.Linear(HIDDEN, HIDDEN, device=device)
 
     def watched(x):

@@ -1,5 +1,5 @@
-# The collectives that autograd knows: values and gradients on two processes, what they keep (nothing), and what they
-# refuse on every rank alike.
+# The differentiable collectives: values and gradients on two processes, what they keep (nothing), and what they refuse
+# on every rank alike.
 import pytest
 import torch
 from rank_workers import of_rank
@@ -13,7 +13,7 @@ RANKS = 2
 
 
 def applied(name, of_ranks):
-    """What each rank gets of every rank's tensor."""
+    """The result of each rank for the tensors of all ranks."""
     rows = of_ranks[0].shape[0] // RANKS
     total = of_ranks[0] + of_ranks[1]
     if name == "gather":

@@ -22,7 +22,7 @@ def draw(count=5):
 
 
 def drawn_after(seed, count=5):
-    """What the default generator gives after that seed; its state is left as it was."""
+    """Numbers of the default generator after that seed; its state is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return draw(count)
@@ -223,7 +223,7 @@ def test_a_snapshot_replays_and_puts_back(device):
     with snapshot.replayed():
         for _ in range(3):
             numbers()
-        assert_same_bits(numbers(), fourth, "behind an exception")
+        assert_same_bits(numbers(), fourth, "after an exception")
 
 
 def test_trackers_that_share_a_name_are_all_listed():
@@ -297,7 +297,7 @@ def test_a_checkpoint_inside_a_fork_draws_the_same_again(forward_in, backward_in
 
 
 def test_forks_of_two_trackers_nest():
-    """Each state gives its own numbers in order, whoever forks around it."""
+    """Each state gives its own numbers in order, independently of forks around it."""
     one, two = te.CudaRNGStatesTracker(), te.CudaRNGStatesTracker()
     one.add("a", 5), two.add("b", 6)
     torch.manual_seed(7)

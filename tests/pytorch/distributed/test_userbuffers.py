@@ -1,4 +1,4 @@
-# initialize_ub and destroy_ub: what they are told is checked and noted, and nothing happens then.
+# initialize_ub and destroy_ub: their arguments are checked and noted, and nothing happens then.
 import pytest
 import torch
 from support import refused
@@ -17,7 +17,7 @@ def nothing_reserved():
     te.destroy_ub()
 
 
-def test_what_it_is_told_is_noted():
+def test_arguments_are_noted():
     assert userbuffers.reservation() is None
     te.initialize_ub([16, 4], 2)
     assert userbuffers.reservation() == ((16, 4), 2, torch.bfloat16, {NONE: {}})

@@ -1,4 +1,4 @@
-# Memory on lease of layers divided over ranks (ranks.py starts them). No test here: each worker returns what is wrong,
+# Pooled buffers of layers divided over ranks (ranks.py starts them). No test here: each worker returns what is wrong,
 # as words, or what the tests compare.
 import itertools
 from typing import ClassVar
@@ -126,7 +126,8 @@ def keeping(role):
 
 
 def held(rank):
-    """What somebody has a view of stays as it was: the next call has other memory, and NaN goes where nobody looks."""
+    """A tensor that the caller still has a view of keeps its values: the next call uses another buffer, and NaN is
+    written only into buffers without a view."""
     module, recipe, wrong = pairs(3), CustomRecipe(keeping), []
     for poison in (False, True):
         Keeping.seen.clear()
@@ -135,7 +136,7 @@ def held(rank):
             interleaved(module, [x], recipe)
         _C.poison_comm_buffers(before)
         gathered = [(t, copy) for t, copy in Keeping.seen if _C.is_pooled(t)]
-        wrong += [] if gathered else [f"poison {poison}: nothing on lease was seen"]
+        wrong += [] if gathered else [f"poison {poison}: no pooled buffer was seen"]
         if not all(torch.equal(t, copy) for t, copy in gathered):
             wrong.append(f"poison {poison}: what is held was overwritten")
         gathered.clear(), Keeping.seen.clear()
@@ -143,7 +144,8 @@ def held(rank):
 
 
 def planned(rank):
-    """te.memory_plan shows the slots that are there, and what the backward gathers again beside what is kept."""
+    """te.memory_plan shows the pooled buffers that exist, and the tensors that the backward gathers again besides those
+    that are kept."""
     module, wrong = torch.nn.Sequential(*pairs(2), *mlps(1)), []
     (x,) = drawn(rank, 1)
     te.destroy_ub()
@@ -167,7 +169,7 @@ class Middle(Exception):
 
 
 def raised(rank):
-    """An error in the middle of a step, on every rank, and a good step behind it: nothing is on lease, and the bits are
+    """An error in the middle of a step, on every rank, and a good step after it: no buffer is in use, and the bits are
     those of a module that never failed."""
     wrong, xs = [], drawn(rank, 2)
 
@@ -176,7 +178,7 @@ def raised(rank):
 
     for kind, recipe in itertools.product((pairs, mlps), ("none", "block", "delayed")):
         module, chosen = kind(3), RECIPES[recipe]
-        if recipe != "delayed":  # whose scales go by what was seen
+        if recipe != "delayed":  # its scales depend on all earlier steps
             for where in ("forward", "backward"):
                 hooks = (fail, lambda t: t) if where == "forward" else (lambda t: t, fail)
                 try:
@@ -186,9 +188,9 @@ def raised(rank):
                 except Middle:
                     pass
                 if usage()[2]:
-                    wrong.append(f"{kind.__name__} {recipe} {where}: {usage()} behind an error")
+                    wrong.append(f"{kind.__name__} {recipe} {where}: {usage()} after an error")
         if not same(interleaved(module, xs, chosen), interleaved(kind(3), xs, chosen)):
-            wrong.append(f"{kind.__name__} {recipe}: other bits behind an error")
+            wrong.append(f"{kind.__name__} {recipe}: other bits after an error")
     return wrong
 
 
@@ -211,8 +213,9 @@ def peak(step):
 
 
 def peaks(rank):
-    """layers -> what keeping costs at the peak of a step of two microbatches, over what it is said to. On CUDA of more
-    layers: whether one gathered tensor for the moment falls on either peak depends on who computes."""
+    """layers -> the extra memory of keeping gathered tensors at the peak of a step of two microbatches, divided by the
+    documented cost. On CUDA with more layers: the implementation decides whether one temporary gathered tensor counts
+    at either peak."""
     found, ranks = {}, dist.get_world_size()
     for layers in (4, 16) if here().type == "cpu" else (32, 64):
         seen = {}

@@ -1,5 +1,5 @@
-# What the suite of leases on CUDA runs, in a process of its own with NCCL and one rank: its collectives are real ones,
-# and layers that are told of one rank go through all of it, which modules of one do not. A worker returns what is
+# The worker functions of test_pool_graphs.py, in a process of its own with NCCL and one rank: its collectives are real
+# ones, and layers with a TPComm of one rank run all of them, which modules of one rank skip. A worker returns what is
 # wrong, as words.
 import copy
 import itertools
@@ -18,7 +18,7 @@ TOKENS, HIDDEN, WIDE, STEPS = 512, 256, 512, 3
 
 
 class Pairs(torch.nn.Module):
-    """Columns, each with a row behind it; `group` None: the same products, and nothing is communicated."""
+    """Pairs of a column and a row layer; with `group` None the same GEMMs, without communication."""
 
     def __init__(self, pairs, group, recompute=True):
         super().__init__()
@@ -57,8 +57,8 @@ def same(one, other):
 
 
 def whole_steps(rank):
-    """A step in one graph: leases of the capture are no slots of the arena, and eager calls between the replays, whose
-    released memory is NaN, leave the graph's alone."""
+    """A step in one graph: the capture takes its buffers outside of the pool, and eager calls between the replays,
+    whose released buffers are filled with NaN, do not touch the memory of the graph."""
     wrong, before = [], _C.poison_comm_buffers(True)
     for recompute, emptied in itertools.product((True, False), (True, False)):
         module, plain = Pairs(3, name(), recompute), Pairs(3, None)
@@ -83,15 +83,15 @@ def whole_steps(rank):
             wrong += [] if same(results, step(plain, x, dy)) else [f"{what}: the graph"]
             wrong += [] if same(found_eager, step(plain, *others)) else [f"{what}: eager between replays"]
         used = _C.comm_buffer_usage(name())
-        wrong += [f"{there}, {used}: still on lease"] if there[2] or used[2] else []
-        wrong += [] if used[1] else ["eager calls had nothing on lease"]
+        wrong += [f"{there}, {used}: still in use"] if there[2] or used[2] else []
+        wrong += [] if used[1] else ["eager calls used no buffer of the pool"]
         del graph, results, found
     _C.poison_comm_buffers(before)
     return wrong
 
 
 def captures_take_no_slot(rank):
-    """The arena is as it was behind a capture, whether it had slots or none."""
+    """The pool is unchanged after a capture, whether it had buffers before or none."""
     wrong, module = [], Pairs(2, name())
     x, dy = drawn().requires_grad_(), drawn()
     for emptied in (False, True):
@@ -104,7 +104,7 @@ def captures_take_no_slot(rank):
         with torch.cuda.graph(graph):
             module(x).backward(dy)
         if _C.comm_buffer_usage(name()) != before:
-            wrong.append(f"emptied {emptied}: {before} before the capture, {_C.comm_buffer_usage(name())} behind it")
+            wrong.append(f"emptied {emptied}: {before} before the capture, {_C.comm_buffer_usage(name())} after")
         graph.replay()
         torch.cuda.synchronize()
         del graph
@@ -128,7 +128,7 @@ def callables(rank):
 
 
 def two_streams(rank):
-    """Each stream has slots of its own: steps on two of them at once have the bits of one behind the other."""
+    """Each stream has buffers of its own: concurrent steps on several streams have the bits of sequential steps."""
     wrong, before = [], _C.poison_comm_buffers(True)
     modules = [Pairs(3, name(), recompute) for recompute in (True, True, False)]
     given = [[(drawn(), drawn()) for _ in range(STEPS)] for _ in modules]
@@ -155,7 +155,7 @@ def two_streams(rank):
 
 
 def released_is_nan(rank):
-    """Two microbatches at work together; what a call has given back is NaN."""
+    """Two microbatches in flight together; buffers that a call has returned to the pool are filled with NaN."""
     wrong, module, plain = [], Pairs(3, name()), Pairs(3, None)
     xs, dys = [drawn(), drawn()], [drawn(), drawn()]
     for poison in (True, False):
@@ -173,7 +173,7 @@ def released_is_nan(rank):
 
 
 def gloo_is_not_captured(rank):
-    """It says so, and an eager call behind it works."""
+    """The error names the op, the group and gloo, and an eager call after it works."""
     group = dist.new_group([0], backend="gloo").group_name
     x, wrong = drawn(), []
     calls = {
@@ -199,7 +199,7 @@ WORKERS = (
 
 
 def everything(rank):
-    """One start of the process for all of them; what one raises is what is wrong with it."""
+    """Runs all workers in one process; the error of a worker counts as its result."""
     found = {}
     for worker in WORKERS:
         try:

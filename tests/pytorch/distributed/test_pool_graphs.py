@@ -1,10 +1,10 @@
-# Memory on lease on CUDA: in captured graphs, on streams at work together, and NaN where it was given back; over NCCL
-# and one rank. Mutants: a lease of a capture that is a slot of the arena (may_last in comm_buffer_pool.cpp), slots that
-# streams share, turn these red.
+# Pooled buffers on CUDA: in captured graphs, on streams at work together, and filled with NaN after their return; over
+# NCCL and one rank. Mutants: a buffer of a capture that is a slot of the pool (may_last in comm_buffer_pool.cpp), slots
+# that streams share, turn these red.
 import pytest
 from ranks import on_ranks
 
-from . import lease_graph_workers as workers
+from . import pool_graph_workers as workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.gpu]
 

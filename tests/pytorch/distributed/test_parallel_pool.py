@@ -1,8 +1,8 @@
-# What divided layers gather for one call lies in pooled buffers: they go back with the call, and the next one
-# overwrites it. Mutants: layers that save pooled buffers (csrc/layer/forward.cpp, `keeps`), with refuse_pooled() or
-# without; a slot given back while it is read (ScopedBuffers inside of GatheredWgrad::gathered); memory that is handed
-# on while a view of it is alive (comm_buffer_pool.cpp, `shared`), or that is filled with NaN then; slots that groups
-# share (Key), turn these red.
+# Tensors that divided layers gather for one call use pooled buffers: the buffers return to the pool at the end of the
+# call, and the next call overwrites them. Mutants: layers that save pooled buffers (csrc/layer/forward.cpp, `keeps`),
+# with refuse_pooled() or without; a slot given back while it is read (ScopedBuffers inside of GatheredWgrad::gathered);
+# memory that is handed on while a view of it is alive (comm_buffer_pool.cpp, `shared`), or that is filled with NaN
+# then; slots that groups share (Key), turn these red.
 import contextlib
 
 import pytest
@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformer_engine.pytorch as te
 
-from . import parallel_lease_workers as workers
+from . import parallel_pool_workers as workers
 
 pytestmark = pytest.mark.dist
 found = found_by(workers.everything)
