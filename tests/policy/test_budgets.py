@@ -13,7 +13,6 @@ BODY, KERNEL_OR_REGISTRATION = 80, 130
 
 # {(file, function): lines of today}. The table may only become shorter and its numbers smaller.
 OVER = {
-    ("tests/pytorch/distributed/parallel_stacks.py", "ways"): 95,
     ("transformer_engine/pytorch/attention/multi_head_attention.py", "__init__"): 133,
     ("transformer_engine/pytorch/transformer.py", "__init__"): 136,
 }

@@ -128,101 +128,111 @@ def gathers_of(call, x):
     return sent.count("c10d::_allgather_base_")
 
 
+def same_on_cpu(module, x, plain):
+    def on_cpu(z):
+        with torch.autograd.graph.save_on_cpu():
+            return module(z)
+
+    return same(plain, run(module, x, on_cpu))
+
+
+def same_graphed(group, x):
+    ours, eager = stack(group), stack(group)
+    if here().type == "cuda" and share_a_device():  # gloo: the error names it, and eager calls still work
+        words = told_by(te.make_graphed_callables, ours[2], (x.clone().requires_grad_(),))[1]
+        return same(run(eager[2], x), run(ours[2], x)) if "gloo, which cannot be captured" in words else words
+    captured = te.make_graphed_callables(ours[2], (x.clone().requires_grad_(),))
+    return same(run(eager[2], x), run(ours[2], x, captured))
+
+
+def finite_with_fp8_weights(group, x):
+    with te.quantized_model_init(enabled=True, recipe=RECIPES["current"]):
+        weights = stack(group)
+    results = run(weights, x, quantized(weights, "current"))
+    return all(t.isfinite().all() for t in results) and any(t.any() for t in results)
+
+
+def same_compiled(group, x, recipe):
+    ours = stack(group)
+    torch._dynamo.reset()
+    call = quantized(ours, recipe)
+    return same(run(ours, x, call), run(ours, x, torch.compile(call, backend="aot_eager", fullgraph=True)))
+
+
+def same_from_meta(group, x, plain):
+    ours = stack(group, device="meta").to_empty(device=here())
+    torch.manual_seed(1)
+    for layer in ours:
+        layer.reset_parameters()
+    return same(plain, run(ours, x))
+
+
+def finite_under_autocast(module, x):
+    def call(z):
+        with torch.autocast(here().type, torch.bfloat16):
+            return module(z)
+
+    results = run(module, x, call)
+    return results[0].dtype == torch.bfloat16 and all(t.isfinite().all() for t in results)
+
+
+def same_in_evaluation(module, x, plain):
+    """Out of training and without gradients: the forward's bits."""
+    module.eval()
+    with torch.no_grad():
+        out = module(x)
+    module.train()
+    return torch.equal(out, plain[0])
+
+
+def checkpointed_ways(group, x, plain):
+    """{name: call} of te.checkpoint for each recipe, beside the same stack without it."""
+    ways = {}
+    for recipe in (None, *RECIPES):
+        wanted = plain if recipe is None else run(first := stack(group), x, quantized(first, recipe))
+        for reentrant in (True, False):
+            module = stack(group)
+            results = functools.partial(run, module, x, checkpointed(module, recipe, reentrant))
+            ways[f"te.checkpoint {recipe} {reentrant}"] = lambda made=results, wanted=wanted: same(wanted, made())
+    return ways
+
+
 def ways(rank):
+    """{name: whether that way of running a divided stack gives the bits of a plain run, or its error}"""
     group = dist.group.WORLD
     torch.manual_seed(20 + rank)
     x = torch.randn(8, 2, HIDDEN).to(here())
     module = stack(group)
     plain = run(module, x)
-    found = {}
+    alone = dist.new_group([rank], use_local_synchronization=True)
 
-    def attempt(name, way):
+    def torch_checkpoint(z):
+        return torch.utils.checkpoint.checkpoint(module, z, use_reentrant=False)
+
+    calls = checkpointed_ways(group, x, plain) | {
+        "torch's checkpoint": lambda: same(plain, run(module, x, torch_checkpoint)),
+        "two microbatches": lambda: same(run(module, x, microbatches=2), one_by_one(module, x, 2)),
+        "offload": lambda: same(plain, run(module, x, offloaded(module))),
+        "save_on_cpu": lambda: same_on_cpu(module, x, plain),
+        "graphed": lambda: same_graphed(group, x),
+        "ddp": lambda: same(plain, run(module, x, DistributedDataParallel(module, process_group=alone))),
+        "fsdp2": lambda: sharded(rank, x, plain),
+        "weights in FP8": lambda: finite_with_fp8_weights(group, x),
+        **{
+            f"compiled {recipe}": functools.partial(same_compiled, group, x, recipe)
+            for recipe in (None, "current", "block")
+        },
+        "meta": lambda: same_from_meta(group, x, plain),
+        "torch.autocast": lambda: finite_under_autocast(module, x),
+        "eval": lambda: same_in_evaluation(module, x, plain),
+    }
+    found = {}
+    for name, call in calls.items():
         try:
-            found[name] = way()
+            found[name] = call()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-
-    for recipe in (None, *RECIPES):
-        wanted = plain if recipe is None else run(first := stack(group), x, quantized(first, recipe))
-        for reentrant in (True, False):
-            again = stack(group)
-            results = functools.partial(run, again, x, checkpointed(again, recipe, reentrant))
-            attempt(f"te.checkpoint {recipe} {reentrant}", lambda made=results, wanted=wanted: same(wanted, made()))
-    attempt(
-        "torch's checkpoint",
-        lambda: same(
-            plain, run(module, x, lambda z: torch.utils.checkpoint.checkpoint(module, z, use_reentrant=False))
-        ),
-    )
-    attempt("two microbatches", lambda: same(run(module, x, microbatches=2), one_by_one(module, x, 2)))
-    attempt("offload", lambda: same(plain, run(module, x, offloaded(module))))
-
-    def on_cpu(z):
-        with torch.autograd.graph.save_on_cpu():
-            return module(z)
-
-    attempt("save_on_cpu", lambda: same(plain, run(module, x, on_cpu)))
-
-    def graphed():
-        ours, eager = stack(group), stack(group)
-        if here().type == "cuda" and share_a_device():  # gloo: the error names it, and eager calls still work
-            words = told_by(te.make_graphed_callables, ours[2], (x.clone().requires_grad_(),))[1]
-            return same(run(eager[2], x), run(ours[2], x)) if "gloo, which cannot be captured" in words else words
-        captured = te.make_graphed_callables(ours[2], (x.clone().requires_grad_(),))
-        return same(run(eager[2], x), run(ours[2], x, captured))
-
-    attempt("graphed", graphed)
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    attempt("ddp", lambda: same(plain, run(module, x, DistributedDataParallel(module, process_group=alone))))
-    attempt("fsdp2", lambda: sharded(rank, x, plain))
-
-    def primary():
-        with te.quantized_model_init(enabled=True, recipe=RECIPES["current"]):
-            weights = stack(group)
-        results = run(weights, x, quantized(weights, "current"))
-        return all(t.isfinite().all() for t in results) and any(t.any() for t in results)
-
-    attempt("weights in FP8", primary)
-
-    def traced(recipe):
-        ours = stack(group)
-        torch._dynamo.reset()
-        call = quantized(ours, recipe)
-        return same(run(ours, x, call), run(ours, x, torch.compile(call, backend="aot_eager", fullgraph=True)))
-
-    for recipe in (None, "current", "block"):
-        attempt(f"compiled {recipe}", lambda recipe=recipe: traced(recipe))
-
-    def lazily():
-        ours = stack(group, device="meta").to_empty(device=here())
-        torch.manual_seed(1)
-        for layer in ours:
-            layer.reset_parameters()
-        return same(plain, run(ours, x))
-
-    attempt("meta", lazily)
-
-    def under_autocast():
-        def call(z):
-            with torch.autocast(here().type, torch.bfloat16):
-                return module(z)
-
-        results = run(module, x, call)
-        return results[0].dtype == torch.bfloat16 and all(t.isfinite().all() for t in results)
-
-    attempt("torch.autocast", under_autocast)
-
-    def trained():
-        """Out of training and without gradients: the forward's bits."""
-        module.eval()
-        with torch.no_grad():
-            quiet = module(x)
-        module.train()
-        return torch.equal(quiet, plain[0])
-
-    attempt("eval", trained)
-    once = gathers_of(module, x)
-    found["gathers"] = once, gathers_of(checkpointed(module, None, True), x)
+    found["gathers"] = gathers_of(module, x), gathers_of(checkpointed(module, None, True), x)
     return found
 
 
