@@ -1,6 +1,6 @@
-# What make_graphed_callables and its replays take as arguments: constants beside tensors, tensors that a graph can
-# read, and a named refusal of anything else before anything is changed. Mutant: `same` that answers `given == own`
-# alone turns the constants red.
+# Arguments of make_graphed_callables and of its replays: constants beside tensors, tensors that a graph can read, and a
+# named refusal of any other argument before anything is changed. Mutant: `same` that answers `given == own` alone turns
+# the constants red.
 import dataclasses
 import functools
 

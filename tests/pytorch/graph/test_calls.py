@@ -1,5 +1,5 @@
-# Captured modules whose class has a __call__ of its own, as frameworks write it: the capture goes through it, a call
-# comes to the replay once. Mutants: capturing `module.forward`, or leaving the class in place behind a capture, turn
+# Captured modules whose class has its own __call__, as frameworks write it: the capture goes through it, and a call
+# reaches the replay once. Mutants: capturing `module.forward`, or leaving the class in place after a capture, turn
 # these red.
 import copy
 

@@ -1,6 +1,6 @@
-# What make_graphed_callables refuses, before anything is changed; and what an exception inside of warm-up or capture
-# leaves: nothing. Mutant: leaving out the restoring of random states or of .grad when a capture fails turns the faults
-# red.
+# Arguments and modules that make_graphed_callables refuses before anything is changed; and an exception inside of
+# warm-up or capture, which leaves no trace. Mutant: leaving out the restoring of random states or of .grad when a
+# capture fails turns the faults red.
 import copy
 
 import pytest

@@ -1,5 +1,5 @@
-# What a capture under quantization leaves, and what is left of it by others: scales, faults, saved states, weights that
-# are quantized anew. Mutant: leaving out the flag of kept weights turns these red.
+# The state that a capture under quantization leaves, and how later calls change it: scales, faults, saved states,
+# weights that are quantized again. Mutant: leaving out the flag of kept weights turns these red.
 import copy
 
 import pytest

@@ -1,5 +1,5 @@
-# What a capture leaves of the modules: buffers, parameters and gradients as they were, whatever the forward wrote to
-# them. Mutant: putting back the buffers alone turns the parameters red; ending at the first thing that cannot be put
+# The state of the modules after a capture: buffers, parameters and gradients are unchanged, whatever the forward wrote
+# to them. Mutant: putting back the buffers alone turns the parameters red; ending at the first thing that cannot be put
 # back, the gradients.
 import copy
 

@@ -1,6 +1,6 @@
-# Replays in another order than that of the captures: whatever may have written over a pass's memory is said at that
-# pass's backward, and nothing is said where memory is a pass's own. Mutant: letting any pass begin while another one is
-# under way turns these red.
+# Replays in another order than that of the captures: a backward whose memory may have been overwritten raises an error,
+# and a backward with memory of its own raises none. Mutant: letting any microbatch begin while another one is under way
+# turns these red.
 import copy
 import itertools
 

@@ -1,6 +1,6 @@
-# What replays write to without torch's counting it: autograd has to notice, as in eager, that what it saved is gone.
-# On a CPU the recorder's work would be counted by torch itself, so these tests run it uncounted. Mutants: leaving out
-# either of the two counts of a replay turns these red.
+# Tensors that replays write to without torch's counting it: autograd has to detect, as in eager, that a saved tensor
+# was overwritten. On a CPU the recorder's work would be counted by torch itself, so these tests run it uncounted.
+# Mutants: leaving out either of the two counts of a replay turns these red.
 import copy
 
 import pytest

@@ -1,4 +1,4 @@
-# What the suites of every module with parameters share: one of each, and its tokens. No test is here.
+# Helpers of the suites of every module with parameters: one of each module, and its tokens. No test is here.
 import io
 
 import pytest

@@ -1,4 +1,4 @@
-# What the suites of units of rows share: a model of such units, and what says where they lie. No test is here.
+# Helpers of the suites of row units: a model of such units, and checks of where they are in memory. No test is here.
 import re
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def joins_without_copy(module):
 
 
 def in_one_buffer(parameters, align=64):
-    """A data-parallel owner that knows nothing of units: parameters in the given order, padding between."""
+    """A data-parallel owner without support for units: parameters in the given order, padding between."""
     starts, end = [], 0
     for p in parameters:
         starts.append(end)

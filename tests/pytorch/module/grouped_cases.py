@@ -1,5 +1,5 @@
-# What the suites of GroupedLinear share: a module and a loop of Linears with the same parameters, and their steps. No
-# oracle of the arithmetic is here: a Linear's is proved in its own suite.
+# Helpers of the suites of GroupedLinear: a module and a loop of Linears with the same parameters, and their steps. The
+# suites of te.Linear check the arithmetic itself.
 from contextlib import contextmanager
 
 import torch

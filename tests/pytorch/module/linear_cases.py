@@ -1,4 +1,4 @@
-# What the suites of te.Linear share. No test is here.
+# Helpers of the suites of te.Linear. No test is here.
 import torch
 from support import assert_same_bits
 

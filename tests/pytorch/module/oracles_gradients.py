@@ -52,7 +52,7 @@ def some_of_all(p):
     recipe = recipe_of(p)
     model, way = model_of(p, recipe), way_of(p, recipe)
     everything, some = twins(p, model, way, [batch_of(p) for _ in range(p.randrange(3))])
-    # What is not wanted may not be quantized, and its column of a history rests. (Before a first step it has none.)
+    # Unwanted gradients are not quantized, and their history columns do not move. (Before a first step there are none.)
     stateless = not isinstance(recipe, DelayedScaling) and all("scale" not in name for name in left(everything))
     names = [name for name, _ in some.named_parameters()]
     whole, wanted_sums = {}, {}
@@ -60,7 +60,7 @@ def some_of_all(p):
         x, dy = batch_of(p)
         wanted = p.some(["x", *names], p.choice((0.15, 0.5))) or [p.choice(names)]
         how = "freeze" if "r" in way.checkpoint else p.choice(("freeze", "grad", "inputs"))
-        p.say(f"a backward that wants {wanted} by {how}")
+        p.say(f"a backward for {wanted} by {how}")
         everything.zero_grad()
         whole = step(everything, way, (x, dy)) | grads_of(everything)
         parameters = dict(some.named_parameters())
@@ -83,7 +83,7 @@ def some_of_all(p):
         if "x" in wanted:
             assert_same({"dx": got["x"]}, {"dx": whole["dx"]})
         else:
-            assert t.grad is None, "a gradient that nobody wanted"
+            assert t.grad is None, "a gradient that was not requested"
         for name in wanted:
             if name != "x":
                 before = wanted_sums.get(name)
@@ -164,8 +164,8 @@ def in_flight(p):
 
 
 def delayed_rule(p):
-    """Of one Linear, in plain PyTorch: forward scales move when a region ends, backward scales behind each backward; a
-    backward reads what its own forward has quantized."""
+    """The rule of delayed scaling for one Linear, in plain PyTorch: forward scales move when a region ends, backward
+    scales after each backward; a backward reads what its own forward has quantized."""
     recipe = recipe_of(p, ("delayed",))
     length, e5m2 = recipe.amax_history_len, recipe.fp8_format.value.max_bwd > 448
     model = model_of(p, recipe, quantized=False, most=1, only=("Linear",))

@@ -94,7 +94,7 @@ def failing(p, model, way, batch):
 
 
 def after_exceptions(p):
-    """A step behind a failed one is the step of a model that never failed; nothing stays switched on."""
+    """A step after a failed one is the step of a model that never failed; nothing stays switched on."""
     recipe = recipe_of(p)
     made = {"delay": p.chance(0.2), "fuse": p.chance(0.2)}
     model, way = model_of(p, recipe, made=made), way_of(p, recipe)
@@ -135,10 +135,10 @@ def after_exceptions(p):
 
 
 def travelled(p, model, one, recipe):
-    """What a round trip gives."""
+    """The model after a round trip."""
     ways = ["state_dict", "deepcopy", "state_dict in a file", "dcp", "itself"]
     if not isinstance(model.quantized, DelayedScaling):
-        ways += ["torch.save", "assign"]  # there scales cover what the bytes say, a rounding away from what was put in
+        ways += ["torch.save", "assign"]  # delayed scales then follow the rounded FP8 values
     how = p.choice(ways)
     p.say(f"a round trip by {how}")
     if how == "deepcopy":
@@ -168,7 +168,7 @@ def file_of(value):
 
 
 def through_dcp(one, other, recipe):
-    """A new model has room for scales where its recipe is said."""
+    """state_dict() of a new model has scales under an autocast with its recipe."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -181,7 +181,7 @@ def through_dcp(one, other, recipe):
 
 
 def round_trips(p):
-    """Steps behind a copy or a file are the steps of the original."""
+    """Steps after a copy or a file are the steps of the original."""
     recipe = recipe_of(p)
     model, way = model_of(p, recipe), way_of(p, recipe)
     original, copied = model.build(), model.build()
@@ -247,7 +247,7 @@ def calibrated(p):
 
 
 def flags_left_on(p):
-    """What belongs to captured graphs says nothing to eager calls."""
+    """Flags of captured graphs do not change eager calls."""
     recipe = recipe_of(p, FP8)
     model, way = model_of(p, recipe), way_of(p, recipe)
     flagged, plain = model.build(), model.build()

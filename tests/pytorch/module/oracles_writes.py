@@ -1,5 +1,5 @@
 # Programs over modules whose tensors are written: between forward and backward, and weights that are held in FP8 alone,
-# in every way. Each takes a Program and raises where gradients, products or values are not those of what was written.
+# in every way. Each takes a Program and raises where gradients, products or values are not those of the written tensor.
 import copy
 
 import torch
@@ -57,7 +57,7 @@ def write_to(p, t, x):
 
 
 def written_between(p):
-    """What a backward still reads may not change behind its back: an error, or the gradients of an unwritten run."""
+    """A write to a tensor that a backward still reads: an error, or the gradients of an unwritten run."""
     recipe = recipe_of(p)
     made = {"delay": p.chance(0.2)}
     model, way = model_of(p, recipe, made=made), way_of(p, recipe, checkpoint=False)

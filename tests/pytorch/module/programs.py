@@ -1,5 +1,5 @@
-# What programs over modules are made of: a small model that a seed chooses, ways to call it, and everything that a step
-# leaves as plain tensors. What has to be equal to what is said in module_oracles*.py.
+# The parts of programs over modules: a small model that a seed chooses, ways to call it, and everything that a step
+# leaves as plain tensors. oracles_*.py define which results have to be equal.
 import contextlib
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +36,7 @@ FP8 = ("delayed", "current", "block")
 
 
 class Chained(torch.nn.Sequential):
-    """Passes is_first_microbatch on. fp8_output: of each Linear that has another layer behind it."""
+    """Passes is_first_microbatch on. fp8_output: of each Linear that has another layer after it."""
 
     fp8_output = False
 
@@ -112,7 +112,7 @@ class Model:
 
 
 def model_of(p, recipe, *, quantized=None, most=2, **options):
-    """quantized: whether the weights are held in FP8 alone; by chance where it is not said."""
+    """quantized: whether the weights are held in FP8 alone; drawn if None."""
     if quantized is None:
         quantized = recipe is not None and p.chance(0.4)
     made = options.pop("made", {})
@@ -195,13 +195,13 @@ def recipe_of(p, names=("none", *FP8)):
 
 
 def told(recipe):
-    """What programs choose of it."""
+    """The options of a recipe that programs choose."""
     options = ("amax_history_len", "amax_compute_algo", "margin", "fp8_format")
     return {name: getattr(recipe, name) for name in options if hasattr(recipe, "amax_history_len")}
 
 
 def batch_of(p, requires_grad=True, scale=None):
-    """(x, dy), the same for all who are handed copies of them."""
+    """(x, dy), the same for all models that get copies of them."""
     generator = torch.Generator().manual_seed(p.getrandbits(31))
     scale = p.choice((0.1, 1.0, 1.0, 8.0)) if scale is None else scale
     x, dy = (torch.randn(SEQ, BATCH, HIDDEN, generator=generator) * s for s in (scale, p.choice((0.01, 1.0, 30.0))))

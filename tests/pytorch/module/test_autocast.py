@@ -1,5 +1,5 @@
-# torch.autocast casts at the door of every module: what comes in float32 (or in the other 16-bit type) is the module
-# run in autocast's dtype, to the bits, quantized or not, compiled or not.
+# torch.autocast casts the inputs of every module: with inputs in float32 (or in the other 16-bit type) the result is
+# that of the module in autocast's dtype, to the bits, quantized or not, compiled or not.
 import copy
 
 import pytest

@@ -1,5 +1,5 @@
-# What every module with parameters promises of its construction: devices, dtypes, initialisation, meta device, state,
-# copies and moves.
+# The construction of every module with parameters: devices, dtypes, initialisation, meta device, state, copies and
+# moves.
 import copy
 import io
 
@@ -180,5 +180,5 @@ def test_split_weights_stay_side_by_side(device):
     meta = MODULES["LayerNormLinear"](device="meta")
     meta.reset_parameters()
     joins_without_copy(meta)
-    module.a_weight = torch.nn.Parameter(module.a_weight.float())  # a part of another dtype is the user's business
+    module.a_weight = torch.nn.Parameter(module.a_weight.float())  # the user may give a part another dtype
     module.to(device)

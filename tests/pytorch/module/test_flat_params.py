@@ -1,4 +1,4 @@
-# Rows of one product as one unit of memory: who moves them, who may keep them, what joining them costs.
+# Rows of one product as one unit of memory: which operations move or keep units, and the cost of joining them.
 import copy
 import pickle
 from io import BytesIO
@@ -31,7 +31,7 @@ OWNERS = {
 }
 
 
-# ---- who moves them ----
+# ---- operations that move them ----
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -142,12 +142,12 @@ def test_copies_have_memory_of_their_own(owner, device):
     file = BytesIO()
     torch.save(parts, file)
     loaded = torch.load(BytesIO(file.getvalue()), weights_only=False)
-    assert joins_without_copy(loaded) == (owner != "reverse")  # the owner's memory comes whole, with whom it serves
+    assert joins_without_copy(loaded) == (owner != "reverse")  # a file keeps the owner's whole buffer, and its order
     assert joins_without_copy(loaded.double())
 
 
 def test_one_part_that_moves_comes_back_to_its_unit(device):
-    """Unless the others lie in an owner's memory."""
+    """Unless the other parts are in an owner's memory."""
     module = linear(device)
     module.k_weight = torch.nn.Parameter(module.k_weight.double())
     assert not joins_without_copy(module.to(device))
@@ -167,7 +167,7 @@ def test_a_first_part_without_rows(device):
     assert joins_without_copy(module.to(torch.bfloat16))
 
 
-def test_the_bias_that_there_is_none_of_goes_along(device):
+def test_the_empty_bias_moves_with_the_weight(device):
     module = te.Linear(24, 32, parameters_split=SPLIT, bias=False, device="meta")
     assert module.q_bias.is_meta
     module.load_state_dict(
@@ -181,7 +181,7 @@ def test_the_bias_that_there_is_none_of_goes_along(device):
 
 
 def test_an_owner_that_keeps_units_costs_no_copy(device):
-    """It walks over the parameters in reverse, and knows of units by the marks alone."""
+    """The owner walks over the parameters in reverse, and finds units by their marks alone."""
     parts = model(device)
     wanted = run(parts, device)
     buffer = example("in_one_buffer")(list(parts.parameters())[::-1])

@@ -1,4 +1,4 @@
-# Rows of one product in a place that somebody gives them, and the marks by which frameworks tell such units.
+# Rows of one product in memory that the caller gives them, and the marks by which frameworks recognize such units.
 import copy
 import pickle
 from io import BytesIO
@@ -106,8 +106,8 @@ def test_place(device):
 
 
 def test_place_in_the_memory_that_they_are_in(device):
-    """Sorting an owner's buffer where it lies: no value is written over before it is read, and a backward that would
-    read what was is told."""
+    """Sorts an owner's buffer in place: no value is overwritten before it is read, and a backward that would read
+    overwritten values raises an error."""
     module = linear(device, bias=False)
     x = randn(4, 24, device=device)
     wanted = module(x).detach()

@@ -11,7 +11,7 @@ from .weight_grad_cases import build, every_family, microbatch, split_linear, we
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("delay", [False, True], ids=["immediate", "delayed"])
 @pytest.mark.parametrize("every", [False, True], ids=["first", "every"])
-def test_frozen_behind_the_forward(device, family, delay, fused, every):
+def test_frozen_after_the_forward(device, family, delay, fused, every):
     def step(freezes):
         torch.manual_seed(5)
         module = build(family, device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=delay)
@@ -38,9 +38,9 @@ def test_frozen_behind_the_forward(device, family, delay, fused, every):
 
 @pytest.mark.parametrize("when", ["backward", "backward_dw"])
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
-def test_thawed_behind_the_forward(device, fused, when):
-    """What was frozen in the forward has no gradient, thawed before the backward or before backward_dw(). Mutant: a
-    left_out() that names what the backward left out alone."""
+def test_thawed_after_the_forward(device, fused, when):
+    """Parameters that are frozen in the forward get no gradient, thawed before the backward or before backward_dw().
+    Mutant: a left_out() that names what the backward left out alone."""
     module = build(split_linear, device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
     if fused:
         with_main_grads(module, value=1.0)

@@ -1,7 +1,7 @@
 # Random programs over eager modules: recipes, weights held in FP8, recomputation, microbatches in flight, weight
-# gradients elsewhere, writes, exceptions, copies and files. module_oracles_*.py say what has to be equal to what, most
-# of it to the bit; a failure tells its seed and what the program did. Mutants: a gradient that is left out where it
-# alone is wanted, an amax that is noted twice, a scale that stays as it was.
+# gradients elsewhere, writes, exceptions, copies and files. oracles_*.py define which results have to be equal, most of
+# them to the bit; a failure shows its seed and the program's steps. Mutants: a gradient that is left out where it alone
+# is wanted, an amax that is noted twice, a scale that stays as it was.
 import pytest
 from fp8_steps import assert_same_tensors
 from generated import Program

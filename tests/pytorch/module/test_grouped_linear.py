@@ -1,7 +1,7 @@
-# te.GroupedLinear: a linear layer for each group of rows. Where the host knows the groups it is a loop of te.Linear,
-# bit for bit, whatever the recipe and the options; where the device alone knows them it is that too on the CPU.
-# Mutants: `groups_.push_back({total_, count})` with first 0, quantizers of group 0 for all (`quantization()` -> all),
-# the tail not zeroed, `how` of accumulate swapped, dbias of the wrong group: each turns tests here red.
+# te.GroupedLinear: a linear layer for each group of rows. With sizes on the host it is a loop of te.Linear, bit for
+# bit, whatever the recipe and the options; with sizes on the device this holds on the CPU too. Mutants:
+# `groups_.push_back({total_, count})` with first 0, quantizers of group 0 for all (`quantization()` -> all), the tail
+# not zeroed, `how` of accumulate swapped, dbias of the wrong group: each turns tests here red.
 import itertools
 
 import pytest
@@ -95,7 +95,7 @@ def test_a_kept_input_gives_the_same_bits(recipe, device):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(splits=st.lists(st.integers(0, 300), min_size=1, max_size=6), spare=st.integers(0, 9), seed=st.integers(0, 9))
 def test_any_routing(splits, spare, seed):
-    """Rows of nobody are behind the last group: zeros, in results and in gradients."""
+    """Rows after the last group belong to none: zeros, in results and in gradients."""
     torch.manual_seed(seed)
     ours, loop = build(len(splits), device="cpu")
     total = sum(splits)
@@ -230,7 +230,7 @@ def test_kept_weights_of_groups_that_a_factory_leaves_alone(device):
         assert_same_bits(linear(x, is_first_microbatch=True), linear(x))
 
 
-def test_a_factory_is_told_of_groups_by_subclasses_too(device):
+def test_a_factory_gets_roles_of_groups_from_subclasses_too(device):
     class Mine(te.GroupedLinear):
         pass
 
@@ -241,7 +241,7 @@ def test_a_factory_is_told_of_groups_by_subclasses_too(device):
     assert seen == {"grouped_linear"}
 
 
-# ---- device splits: what is mended, and told ----
+# ---- device splits: corrected and reported ----
 
 
 def test_bad_splits_are_cut_and_counted(device):
@@ -318,7 +318,8 @@ def test_a_buffer_that_was_saved_may_not_be_written_again(device):
 
 
 def test_a_buffer_apart_from_the_gradient_that_arrives(device):
-    """Two layers with one workspace: the second would write over what the first one's weight gradients read."""
+    """Two layers with one workspace: the second would overwrite a gradient that the first layer's weight gradients
+    read."""
     first, second = (te.GroupedLinear(2, K, K, device=device) for _ in range(2))
     x, workspace = randn(6, K, device=device, requires_grad=True), torch.empty(6, K, device=device)
     for splits in ([2, 4], torch.tensor([2, 4], device=device)):

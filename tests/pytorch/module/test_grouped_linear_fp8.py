@@ -1,7 +1,7 @@
-# te.GroupedLinear in FP8 where the device alone knows the groups: against plain PyTorch's products of fake-quantized
-# values in float64, each expert quantized as if alone, on both devices. On a CPU it is also a loop of te.Linear bit for
-# bit (test_grouped_linear.py). Mutants: scales of expert 0 for all, panels that the backward reads from row 0, tails
-# that are not zeroed, kept panels replaced by the input: each turns tests here red.
+# te.GroupedLinear in FP8 with sizes on the device: compared with plain PyTorch's products of fake-quantized values in
+# float64, each expert quantized as if alone, on both devices. On a CPU it is also a loop of te.Linear bit for bit
+# (test_grouped_linear.py). Mutants: scales of expert 0 for all, panels that the backward reads from row 0, tails that
+# are not zeroed, kept panels replaced by the input: each turns tests here red.
 import copy
 
 import pytest
@@ -60,7 +60,7 @@ def check_experts(ours, x, dy, y, dx, recipe, scales, counts=SPLITS):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_recipe
 def test_against_float64(recipe, dtype, device):
-    """Three steps, of which delayed scales follow; rows of nobody hold NaN."""
+    """Three steps, for delayed scales; rows of no group hold NaN."""
     ours, _ = build(device=device, dtype=dtype)
     made = RECIPES[recipe]()
     scales = [plain_scales() for _ in SPLITS]
@@ -109,7 +109,7 @@ def test_one_experts_nan_stays_its_own(recipe, value, device):
 
 @every_recipe
 def test_an_expert_does_not_see_the_others_or_the_room(recipe, device):
-    """Its bits are the same whoever is beside it, wherever it lies, and however many rows there are."""
+    """Its bits do not depend on the other experts, on its offset or on the number of rows."""
     made = R.Float8CurrentScaling if recipe == "delayed" else RECIPES[recipe]
     ours, _ = build(device=device, dtype=torch.bfloat16)
     x, dy = draw(TOTAL, device)
@@ -143,7 +143,7 @@ def test_no_tokens(recipe, fused, device):
 
 
 @every_recipe
-def test_cut_rows_are_counted_and_harm_nobody(recipe, device):
+def test_cut_rows_are_counted_and_change_no_other(recipe, device):
     ours, _ = build(device=device, dtype=torch.bfloat16)
     x, dy = draw(TOTAL, device)
     made = RECIPES[recipe]()
@@ -174,7 +174,7 @@ def test_results_into_poisoned_memory_of_the_callers(recipe, device):
 @pytest.mark.parametrize("cached", [False, True])
 @every_recipe
 def test_weights_in_fp8_alone_and_cached_weights(recipe, cached, options, device):
-    """The first microbatch's copies serve the next; both are what quantizing again gives."""
+    """Later microbatches use the copies of the first one; both equal a new quantization."""
     made = RECIPES[recipe]()
     ours, _ = build(device=device, dtype=torch.bfloat16, quantized=None if cached else made, **options)
     twin = copy.deepcopy(ours)
@@ -243,7 +243,7 @@ def test_two_microbatches_in_flight(recipe, device):
         splits = splits_of(counts, device)
         with te.autocast(recipe=made):
             y = ours(x.clone().requires_grad_(), splits)
-        splits.fill_(3)  # the offsets are the forward's
+        splits.fill_(3)  # the backward reads the forward's offsets, not this tensor
         steps.append((counts, x, dy, y))
     for _, _, dy, y in reversed(steps):
         y.backward(dy)
@@ -293,7 +293,7 @@ def test_explain_names_one_call_for_each_product(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}], ids=["plain", "main_grad"])
-def test_nobody_waits_for_the_device(options, recipe):
+def test_no_wait_for_the_device(options, recipe):
     ours, _ = build(device="cuda", dtype=torch.bfloat16, **options)
     give_main_grads([ours] if options else [])
     x, dy = draw(TOTAL, "cuda")

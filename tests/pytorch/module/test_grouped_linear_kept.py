@@ -1,7 +1,7 @@
-# What te.GroupedLinear keeps for its backward where one call computes all groups: sizes on the device, and lists at
-# once: as te.memory_plan says it, to the byte, and on its way to host memory and back. Mutants: kept panels replaced by
-# the input, bytes of tensors in place of their storages' in probe/memory_plan.py, tensors that come back as zeros
-# (cpu_offload): each turns tests here red.
+# The tensors that te.GroupedLinear keeps for its backward where one call computes all groups, for sizes on the device
+# and for lists at once: their bytes equal te.memory_plan's, and they move to host memory and back. Mutants: kept panels
+# replaced by the input, bytes of tensors in place of their storages' in probe/memory_plan.py, tensors that come back as
+# zeros (cpu_offload): each turns tests here red.
 import pytest
 import torch
 from support import assert_same_bits, randn, saved_tensors
@@ -49,7 +49,7 @@ def check_plan(ours, x, splits, recipe):
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"save_original_input": True}], ids=str)
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
-def test_memory_plan_says_what_hooks_see_of_device_splits(recipe, options, device):
+def test_memory_plan_equals_the_hooks_for_device_splits(recipe, options, device):
     ours, _ = build(device=device, dtype=torch.bfloat16, **options)
     x = randn(TOTAL, K, dtype=torch.bfloat16, device=device, requires_grad=True)
     check_plan(ours, x, splits_of(SPLITS, device), RECIPES[recipe] and RECIPES[recipe]())
@@ -58,7 +58,7 @@ def test_memory_plan_says_what_hooks_see_of_device_splits(recipe, options, devic
 @pytest.mark.usefixtures("lists_at_once")
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"save_original_input": True}], ids=str)
 @pytest.mark.parametrize("recipe", ["none", "block"])
-def test_memory_plan_says_what_hooks_see_of_lists_at_once(recipe, options, device):
+def test_memory_plan_equals_the_hooks_for_lists_at_once(recipe, options, device):
     ours, _ = build(device=device, dtype=torch.bfloat16, **options)
     x = randn(TOTAL, K, dtype=torch.bfloat16, device=device, requires_grad=True)
     made = RECIPES[recipe] and RECIPES[recipe]()
@@ -84,7 +84,7 @@ def test_what_is_kept_is_panels_and_nothing_for_each_group(recipe, device):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_offloaded(recipe, device):
-    """Panels leave and come back; two layers, of which the first one's do."""
+    """Panels leave and come back: those of the first of two layers."""
     layers = [te.GroupedLinear(4, 64, 64, params_dtype=torch.bfloat16, device=device) for _ in range(2)]
     splits, made = splits_of(SPLITS, device), RECIPES["current" if recipe == "delayed" else recipe]
     x = randn(TOTAL, 64, dtype=torch.bfloat16, device=device)

@@ -1,9 +1,9 @@
-# te.GroupedLinear's gradients of hundreds of parameters, which reach .grad past the engine's queue where nobody could
-# tell: whoever watches a leaf, shares it or asks for less sees what the engine would have brought; and no Python runs
-# for each group. Mutants: give_to_leaves without use_count, pre_hooks, post_hooks, tensor_pre_hooks, keep_graph,
+# te.GroupedLinear writes the gradients of hundreds of parameters to .grad without the engine's queue where this makes
+# no difference: hooks on a leaf, shared leaves and requests for some gradients get the engine's results; and no Python
+# runs for each group. Mutants: give_to_leaves without use_count, pre_hooks, post_hooks, tensor_pre_hooks, keep_graph,
 # anomaly mode, post_hooks of the node, or `fits`, becomes_grad without requires_grad, SavedLeaves without gone_: each
-# turns tests here red. Not so its other conditions: hooks behind the sum run either way, who asks for a part holds the
-# nodes, and the engine's one leaf serves the streams of a GPU.
+# turns tests here red. Its other conditions have no test here: hooks after the sum run in both ways, a request for some
+# gradients holds the nodes, and the engine uses one leaf for the streams of a GPU.
 import copy
 import gc
 import sys
@@ -36,7 +36,7 @@ def gradients(module):
 
 
 def expected(module, x, dy, splits, times=1):
-    """.grad of each parameter, from a copy that nobody watches, as autograd.grad() gives them."""
+    """.grad of each parameter, from a copy without hooks, as autograd.grad() gives them."""
     twin = copy.deepcopy(module)
     found = torch.autograd.grad(twin(x, splits), list(twin.parameters()), dy)
     return [sum((g for _ in range(times - 1)), start=g) for g in found]
@@ -61,7 +61,7 @@ def case(request, device):
 
 WATCHERS = {
     "tensor hook": lambda p, said: p.register_hook(said),
-    "behind the sum": lambda p, said: p.register_post_accumulate_grad_hook(lambda p: said(p.grad)),
+    "after the sum": lambda p, said: p.register_post_accumulate_grad_hook(lambda p: said(p.grad)),
     "node, held": lambda p, said: [node := accumulator(p), node.register_hook(lambda _, g: said(g[0]))],
     "before the node, held": lambda p, said: [node := accumulator(p), node.register_prehook(lambda g: said(g[0]))],
     "all together": lambda p, said: torch.autograd.graph.register_multi_grad_hook([p], lambda g: said(g[0])),
@@ -69,7 +69,7 @@ WATCHERS = {
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)
-def test_who_watches_a_parameter_is_told_its_gradient(watcher, case):
+def test_hooks_of_a_parameter_get_its_gradient(watcher, case):
     module, x, dy, splits = case
     want = expected(module, x, dy, splits)
     told = {}
@@ -152,7 +152,7 @@ def test_a_part_of_the_gradients(case):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_part_of_the_gradients_goes_to_main_grad(delayed, device):
-    """Of weights that nobody asks for, main_grad stays as it is."""
+    """The main_grad of weights that are not requested stays as it is."""
     module, _ = build(
         device=device, dtype=torch.bfloat16, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed
     )
@@ -219,8 +219,8 @@ def test_frozen_parameters_get_nothing(case):
     assert_all_same(got.values(), [named[n] for n in got])
 
 
-def test_parameters_frozen_behind_the_forward_get_nothing(case):
-    """The graph has their nodes, which bring nothing to who wants nothing by then."""
+def test_parameters_frozen_after_the_forward_get_nothing(case):
+    """The graph has their nodes, which add no gradient to a parameter that is frozen by then."""
     module, x, dy, splits = case
     want = expected(module, x, dy, splits)
     y = module(x, splits)
@@ -316,8 +316,8 @@ def test_a_backward_that_failed_on_the_way_to_leaves_is_not_run_again(case):
     assert_all_same(gradients(module), want)
 
 
-def test_a_backward_that_failed_behind_the_node_is_not_run_again(case):
-    """In a hook: the leaves went with the backward, and what is left is no list of what was saved."""
+def test_a_backward_that_failed_after_the_node_is_not_run_again(case):
+    """The error is in a hook, after the node has released its leaves: a second backward raises an error."""
     module, x, dy, splits = case
     y = module(x, splits)
     hook = y.grad_fn.register_hook(lambda *_: 1 / 0)

@@ -1,7 +1,7 @@
 # te.GroupedLinear by a list of sizes, whose products go to te_gemm by addresses alone: the bits of a loop of Linears in
 # every dtype, with rows, buffers and weights that it takes and that it does not, one by one and by the grouped kernels;
 # and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset
-# in elements of another size, a bias of the first group, what the first buffer says for all, is_neg() not asked
+# in elements of another size, a bias of the first group, the first buffer's flags used for all, is_neg() not asked
 # (gemm_list.cpp), no note_written() (gemm_policy_grouped.cpp), or pieces without their distance (rows_view.cpp).
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_gradients_are_tensors_for_themselves(on_device, device):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_some_of_the_buffers_are_written_over(first, device):
-    """Each by its own word, NaN where it is written over; and each is told that it was written to."""
+    """Each buffer follows its own flag; NaN where it is overwritten; and the version of each counts the write."""
     ours, loop = build(device=device, dtype=torch.float32, bias=False, fuse_wgrad_accumulation=True)
     weights = [[getattr(ours, f"weight{i}") for i in range(4)], [linear.weight for linear in loop]]
     for of_one in weights:

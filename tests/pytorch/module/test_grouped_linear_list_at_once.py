@@ -171,7 +171,7 @@ def test_quantizers_that_differ_stay_one_by_one(lists, device):
 
 
 @pytest.mark.parametrize("which", ["fp8_quant_fwd_inp", "fp8_quant_bwd_grad"])
-def test_scales_that_are_no_powers_of_2_stay_one_by_one(which, lists, device):
+def test_scales_without_powers_of_2_stay_one_by_one(which, lists, device):
     recipe = R.Float8BlockScaling(**{which: R.QParams(power_2_scale=False)})
     ours, loop = build(device=device, dtype=torch.bfloat16, bias=False)
     x, dy = draw(device)
@@ -206,7 +206,7 @@ def test_a_backward_in_another_precision(override, lists, device):
     assert_same_gradients(ours, loop)
 
 
-def test_a_word_that_nobody_knows_is_named(lists):
+def test_an_unknown_mode_is_named(lists):
     with pytest.raises(ValueError, match="is 'all', wanted 'fastest', 'each', 'grouped' or 'alternating'"):
         _C.set_list_products("all")
 
@@ -339,7 +339,7 @@ def test_captured_with_inputs_that_change(blocks, lists):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
-def test_nobody_waits_for_the_device(blocks, lists):
+def test_no_wait_for_the_device(blocks, lists):
     ours, _ = build(device="cuda", dtype=torch.bfloat16)
     x, dy = draw("cuda")
     step(ours, x, dy, SPLITS, made(blocks))

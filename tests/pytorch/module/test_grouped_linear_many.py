@@ -1,6 +1,6 @@
-# te.GroupedLinear, what is done once for hundreds of experts: .grad is given past autograd's nodes, leaves are kept
-# with their versions alone, what parameters say is read from their own __dict__. Nobody can tell: gradients, errors,
-# hooks and attributes are as torch's. Mutants: becomes_grad without its layout, or without
+# te.GroupedLinear, work that is done once for hundreds of experts: .grad is given without autograd's nodes, leaves are
+# kept with their versions alone, attributes of parameters are read from their own __dict__. The results do not differ:
+# gradients, errors, hooks and attributes equal torch's. Mutants: becomes_grad without its layout, or without
 # set_allow_tensor_metadata_change; `watched` never true; SavedLeaves::give without the version, take() under hooks;
 # is_plain true of any class, or without tp_getattro; pieces of gradients 16 bytes apart, or of any size (rows_view).
 import pytest
@@ -38,7 +38,7 @@ def resized(t):
 def test_a_gradient_is_as_autograds_own(case):
     ours, loop, x, dy, splits = case
     for weight in (ours.weight1, loop[1].weight):
-        weight.data = weight.data.t().contiguous().t()  # gradients lie as their parameters
+        weight.data = weight.data.t().contiguous().t()  # gradients have the layout of their parameters
     ours(x, splits).backward(dy)
     step_of_loop(loop, x, dy, SPLITS)
     for a, b in pairs(ours, loop):
@@ -135,7 +135,7 @@ def test_a_main_grad_that_a_class_has(whose, case, monkeypatch):
 
 
 def test_parameters_of_several_classes(case):
-    """Each is read as its own class wants, whatever the one before it was."""
+    """Each is read by the rules of its own class, whatever the class of the one before it."""
     ours, _, x, dy, splits = case
     ours.fuse_wgrad_accumulation = True
     memory = [torch.full((N, K), 0.5, device=x.device) for _ in SPLITS]
@@ -170,7 +170,7 @@ def weight_gradients(groups, k, n, device, on_device):
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("n, k", [(3, 5), (1, 1), (7, 33), (16, 16)])
 def test_each_piece_begins_where_memory_of_its_own_might(n, k, on_device, device):
-    """Sizes that are no multiple of 16 bytes among them."""
+    """Also with sizes that are not a multiple of 16 bytes."""
     grads = weight_gradients(5, k, n, device, on_device)
     assert len({g.untyped_storage().data_ptr() for g in grads}) == 1
     starts = [g.data_ptr() - grads[0].data_ptr() for g in grads]
@@ -208,7 +208,7 @@ def test_more_groups_than_one_launch_takes(groups, device):
 
 
 def test_more_quantized_groups_than_there_may_be(device, fp8_left_off):
-    """On a GPU they are refused by name where the device alone knows their sizes; lists work, and all on a CPU."""
+    """On a GPU sizes on the device are refused by name; lists work, and on a CPU both do."""
     from_list, there = [1] * 1025, torch.ones(1025, dtype=torch.int32, device=device)
     module = te.GroupedLinear(1025, 16, 16, bias=False, params_dtype=BF16, device=device)
     x = randn(1025, 16, dtype=BF16, device=device)
@@ -221,7 +221,7 @@ def test_more_quantized_groups_than_there_may_be(device, fp8_left_off):
 
 
 @pytest.mark.gpu
-def test_explain_says_how_many_bytes_of_weights_are_copied():
+def test_explain_counts_the_bytes_of_copied_weights():
     ours, _ = build(device="cuda", dtype=BF16, bias=False)
     weight = ours.weight1
     weight.data = torch.cat([weight.data.new_zeros(1), weight.data.flatten()])[1:].view(N, K)  # 2 bytes off

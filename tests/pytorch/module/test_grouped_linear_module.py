@@ -33,7 +33,7 @@ def test_signature_is_the_apis():
     check_signature(te.GroupedLinear, *MODULES["GroupedLinear"])
 
 
-def test_parameters_lie_in_one_buffer_and_clients_may_move_them(device):
+def test_parameters_share_one_buffer_and_clients_may_move_them(device):
     ours, _ = build(device=device)
     assert [n for n, _ in ours.named_parameters()] == [f"{k}{i}" for i in range(4) for k in ("weight", "bias")]
     assert len({getattr(ours, f"weight{i}").untyped_storage().data_ptr() for i in range(4)}) == 1
@@ -115,9 +115,9 @@ def test_checkpoints_stacked_and_for_each_group(nested, device):
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_a_checkpoint_that_says_it_twice(kind, device):
-    """Stacked and for single groups, all of them or one: which one counts is not ours to choose, and nothing is read
-    over what the single ones say."""
+def test_a_checkpoint_with_stacked_and_single_parameters(kind, device):
+    """Stacked and for single groups, all of them or one: the stacked key is refused as unexpected, and does not replace
+    the values of the single ones."""
     ours, _ = build(device=device)
     single = {name: torch.full_like(t, 2) for name, t in ours.state_dict().items() if t.is_floating_point()}
     for there in (range(4), [2]):
@@ -197,8 +197,8 @@ def test_compiled(on_device, options, recipe, device):
             assert_same_bits(getattr(ours, f"weight{i}").main_grad, getattr(twin, f"weight{i}").main_grad)
 
 
-# Sizes that a compiled graph knows in a run alone, as routers count them: taken as one for each group, and refused in
-# the run where they are more.
+# A compiled graph gets the sizes as router counts, whose number is known only in the run: taken as one for each group,
+# and refused in the run where there are more.
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_with_the_count_of_sizes(recipe, dynamic, device):
@@ -279,7 +279,7 @@ def test_two_microbatches_in_flight(device):
     assert_same_gradients(ours, loop)
 
 
-def test_memory_plan_says_what_hooks_see(device):
+def test_memory_plan_equals_the_hooks(device):
     ours, _ = build(device=device, dtype=torch.bfloat16)
     x = randn(sum(SPLITS), K, dtype=torch.bfloat16, device=device, requires_grad=True)
     for recipe in (None, R.Float8CurrentScaling(), R.Float8BlockScaling()):
@@ -294,8 +294,8 @@ def test_memory_plan_says_what_hooks_see(device):
         assert (plan.kept_bytes > 0) == (recipe is not None)
 
 
-def test_kept_weights_are_made_anew_where_what_is_kept_does_not_serve(device):
-    """Without columns, which a backward reads; and of another dtype."""
+def test_kept_weights_that_do_not_fit_are_quantized_again(device):
+    """They have no columns, which a backward reads; or another dtype."""
     ours, _ = build(device=device, dtype=torch.bfloat16)
     splits, made = torch.tensor(SPLITS, device=device), R.Float8BlockScaling()
     for dtype in (torch.bfloat16, torch.float16):

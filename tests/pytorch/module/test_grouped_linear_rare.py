@@ -1,7 +1,7 @@
-# te.GroupedLinear in FP8 where the device alone knows the groups, in what meets seldom: weights kept by captures,
-# groups held otherwise than their neighbours, calibration, memory that overlaps. Mutants: `not STATE.in_capture()`
-# left out of _quantized_groups, copy_of(..., False), calibration of group 0 for all, `_meets` by first addresses alone,
-# `alike` without amax_epsilon, tails of `out` written (run_rows): each turns tests here red.
+# te.GroupedLinear in FP8 with sizes on the device, in rare cases: weights kept by captures, groups held otherwise than
+# their neighbours, calibration, memory that overlaps. Mutants: `not STATE.in_capture()` left out of _quantized_groups,
+# copy_of(..., False), calibration of group 0 for all, `_meets` by first addresses alone, `alike` without amax_epsilon,
+# tails of `out` written (run_rows): each turns tests here red.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused
@@ -40,7 +40,7 @@ def test_captured_calls_keep_weights_for_a_microbatch(device):
                     p.mul_(-3)
 
 
-def test_a_plain_weight_beside_fp8_ones_is_quantized_anew(device):
+def test_a_plain_weight_beside_fp8_ones_is_quantized_again(device):
     ours, _ = build(device=device, dtype=torch.bfloat16, quantized=R.Float8CurrentScaling())
     ours.weight1 = torch.nn.Parameter(ours.weight1.dequantize().to(torch.bfloat16))
     x = randn(ROWS, K, dtype=torch.bfloat16, device=device)

@@ -1,7 +1,7 @@
-# te.GroupedLinear for whatever a router may send: drawn lists of sizes, and those that stand for a kind, in bfloat16 on
-# either device, whose groups are known to the host or to the device alone. What is not finite in one group's rows stays
-# in that group. Oracle: a loop of te.Linear. Mutants: a group's rows from the next one's first (run_rows), offsets one
-# late, a tail that is multiplied, wgrad's rows to a whole tile.
+# te.GroupedLinear for any result of a router: drawn lists of sizes, and one list of each kind, in bfloat16 on either
+# device, with sizes on the host or on the device. Values that are not finite in one group's rows stay in that group.
+# Oracle: a loop of te.Linear. Mutants: a group's rows from the next group's first (run_rows), offsets one late, a tail
+# that is multiplied, wgrad's rows to a whole tile.
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,6 +1,6 @@
-# te.GroupedLinear behind a call that was refused: the next step has the bits of a module that never heard of it, with
-# the gradients and the scales, by a list of sizes and by sizes on the device. Mutants, in module/grouped_linear.py: a
-# dgrad_out that is not looked at, amaxes that are noted before a call is refused: each turns tests here red.
+# te.GroupedLinear after a call that was refused: the next step has the bits of a module without that call, in gradients
+# and scales, by a list of sizes and by sizes on the device. Mutants, in module/grouped_linear.py: a dgrad_out that is
+# not looked at, amaxes that are noted before a call is refused: each turns tests here red.
 import copy
 from contextlib import contextmanager
 
@@ -29,13 +29,13 @@ def draw(device):
 
 
 def scales(module):
-    """What delayed scaling goes by."""
+    """The state of delayed scaling."""
     kept = [module.fp8_meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in module.fp8_meta]
     return [t.clone() for state in kept if hasattr(state, "amax_history") for t in (state.scale, state.amax_history)]
 
 
 def assert_same_steps(ours, twin, splits, recipe, device):
-    """Of two steps, with the parameters' gradients and what scales come of."""
+    """Two steps give equal outputs, input gradients, parameters' gradients and scales."""
     for turn in range(2):
         x, dy = draw(device)
         for a, b, what in zip(step(ours, x, dy, splits, recipe), step(twin, x, dy, splits, recipe), ("y", "dx")):
@@ -46,7 +46,7 @@ def assert_same_steps(ours, twin, splits, recipe, device):
             assert (a is None) == (b is None), f"{name}.{kind}"
             if a is not None:
                 assert_same_bits(a, b, f"{name}.{kind}")
-    for a, b in zip(scales(ours), scales(twin), strict=recipe is not None):  # without one nobody reads them
+    for a, b in zip(scales(ours), scales(twin), strict=recipe is not None):  # without a recipe they are not used
         assert_same_bits(a, b, "scales")
 
 
@@ -70,7 +70,7 @@ BUFFERS = {
     "its columns in order": lambda good: good.t().contiguous().t(),
     "a pitch": lambda good: torch.empty(ROWS, K + 8, dtype=good.dtype, device=good.device)[:, :K],
     "another dtype": lambda good: good.float(),
-    "wants a gradient": lambda good: good.clone().requires_grad_(),
+    "requires a gradient": lambda good: good.clone().requires_grad_(),
     "no tensor": lambda good: [1.0],
     "elsewhere": lambda good: good.to("meta"),
 }

@@ -105,7 +105,7 @@ def test_keeps_norm_input_statistics_norm_output_and_weights(device, dtype, norm
     wanted = [((*TOKENS, IN), dtype)] * 2 + [((rows,), torch.float32)] * statistics
     wanted += [((OUT, IN), dtype), ((IN,), dtype)]
     assert saved_shapes(lambda: module(x)) == sorted(wanted, key=str)
-    # The input of the first layer of a model wants no gradient, a frozen layer keeps what its input's gradient takes.
+    # The input of a model's first layer requires no gradient; a frozen layer keeps what its input gradient reads.
     module.requires_grad_(False)
     assert ((OUT, IN), dtype) in saved_shapes(lambda: module(x))
     assert saved_shapes(lambda: module(x)).count(((*TOKENS, IN), dtype)) == 1

@@ -141,7 +141,7 @@ def test_never_keeps_the_activation(device, dtype, normalization, activation, re
     weights = HIDDEN + wide_ffn * HIDDEN + HIDDEN * FFN
     formula = rows * (2 * HIDDEN + wide_ffn) * size + rows * statistics * 4 + weights * size
     assert sum(t.nbytes for t in {(t.data_ptr(), t.shape): t for t in kept}.values()) == formula
-    # What is kept are the tensors themselves where they exist outside, not copies.
+    # Tensors that exist outside are kept themselves, not as copies.
     pointers = {t.data_ptr() for t in kept}
     assert {module.fc1_weight.data_ptr(), module.fc2_weight.data_ptr(), module.layer_norm_weight.data_ptr()} <= pointers
     assert (out[-1] if residual else x).data_ptr() in pointers
@@ -350,8 +350,8 @@ def test_each_product_has_its_own_initialisation(device):
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_the_first_bias_alone_wants_a_gradient(device, checkpoint):
-    """Mutant: a layer's bias forgotten among what lies before the next one (layer/forward.cpp)."""
+def test_a_gradient_of_the_first_bias_alone(device, checkpoint):
+    """Mutant: forward.cpp leaves a layer's bias out of the tensors that are prepared for the next layer."""
     torch.manual_seed(3)
     module = te.LayerNormMLP(32, 48, checkpoint=checkpoint, device=device)
     x = torch.randn(8, 32, device=device)
@@ -360,6 +360,6 @@ def test_the_first_bias_alone_wants_a_gradient(device, checkpoint):
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == "fc1_bias")
     module(x).square().sum().backward()
-    # A sum without a product beside it takes its 8 numbers, below 0.01, in another order where the product's is
-    # cuBLASLt's or comes by runs of rows.
+    # Here the 8 numbers, each below 0.01, are summed without a product; with one, cuBLASLt or runs of rows sum them in
+    # another order.
     torch.testing.assert_close(module.fc1_bias.grad, wanted, rtol=0, atol=8 * 8 * 0.01 * 2**-24)

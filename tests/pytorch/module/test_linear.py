@@ -81,8 +81,8 @@ def test_return_bias_leaves_it_to_the_caller(device):
 
 
 @pytest.mark.parametrize("family", [te.Linear, te.LayerNormLinear])
-def test_a_bias_that_is_none_is_an_empty_tensor(device, family):
-    """Beside the weight, wherever that goes; no parameter, and in no checkpoint."""
+def test_a_missing_bias_is_an_empty_tensor(device, family):
+    """It moves with the weight; it is no parameter, and in no checkpoint."""
     for split, names in ((None, ["bias"]), (["q", "k"], ["q_bias", "k_bias"])):
         module = family(16, 24, bias=False, parameters_split=split, device=device, params_dtype=torch.bfloat16)
         for one in (module, copy.deepcopy(module), module.float()):
@@ -160,7 +160,7 @@ def test_device_as_a_number():
 
 
 class FakeTracker:
-    """An RNG tracker: inside fork() the generator is its own, afterwards it is what it was."""
+    """An RNG tracker: fork() uses a generator state of its own and restores the previous state afterwards."""
 
     def __init__(self):
         self.forks = []
@@ -307,7 +307,7 @@ def test_a_quantized_input_gradient_is_refused_by_name(device):
 
 @pytest.mark.parametrize("dtype", [torch.int32, "bf16", 16], ids=str)
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP], ids=lambda cls: cls.__name__)
-def test_parameters_that_are_no_floats_are_named(make, dtype):
+def test_parameter_dtypes_other_than_floats_are_named(make, dtype):
     with refused(ValueError, make.__name__, "'params_dtype'", repr(dtype), "torch.bfloat16"):
         make(16, 24, params_dtype=dtype, device="cpu")
 

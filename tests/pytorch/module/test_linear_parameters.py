@@ -1,4 +1,4 @@
-# te.Linear's parameters: parameters_split, state dicts, copies. What it computes is test_linear.py's.
+# te.Linear's parameters: parameters_split, state dicts, copies. test_linear.py checks the results.
 import copy
 import io
 import pickle

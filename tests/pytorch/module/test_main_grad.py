@@ -29,8 +29,9 @@ from .weight_grad_cases import (
 @pytest.mark.parametrize("delay", [False, True], ids=["immediate", "delayed"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_main_grad_accumulates_in_float32(device, dtype, delay, family):
-    """Against the float64 product of what the plain module's own .grad is made of: here .grad itself in float64, so the
-    bound is one rounding to the weight's dtype, a float32 sum of 15 products and the addition to what was there."""
+    """Compared with the float64 product of the operands of the plain module's .grad: here .grad itself in float64, so
+    the bound is one rounding to the weight's dtype, a float32 sum of 15 products and the addition to the earlier
+    value."""
     module, plain = twins(family, device, dtype, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
     with_main_grads(module)
     before = {n: wide(p.main_grad) for n, p in weights(module).items()}
@@ -89,7 +90,7 @@ def test_first_microbatch_overwrites(device, family, how):
 @pytest.mark.parametrize("zero", [False, True])
 @every_family
 def test_a_dummy_gradient_fires_the_hooks(device, family, zero, delay):
-    """What an owner of main_grad asks for: it sets grad_added_to_main_grad to False and waits for autograd's hooks."""
+    """An owner of main_grad sets grad_added_to_main_grad to False and waits for autograd's hooks."""
     module = with_main_grads(build(family, device, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay), value=0.0)
     fired = []
     for name, p in weights(module).items():

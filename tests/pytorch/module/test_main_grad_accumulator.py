@@ -1,6 +1,6 @@
-# main_grad is what its parameter says in the backward: replaced, taken away or asked for between forward and backward,
-# added to by threads, failing. What a module keeps of its products holds no parameter, and is neither copied nor
-# pickled. Mutant: WeightGradProduct handing main_grads on from forward turns test_the_backward_reads_main_grad red.
+# The backward reads main_grad from the parameter: replaced, taken away or asked for between forward and backward, added
+# to by threads, failing. The products that a module keeps hold no parameter, and are neither copied nor pickled.
+# Mutant: WeightGradProduct handing main_grads on from forward turns test_the_backward_reads_main_grad red.
 import copy
 import gc
 import pickle
@@ -118,7 +118,7 @@ def test_a_get_main_grad_that_fails_leaves_everything_as_it_was(device, family):
 
 
 def test_what_get_main_grad_sets_holds_for_its_backward(device):
-    """Frameworks hand out a fresh buffer and say that it is to be overwritten in one go."""
+    """Frameworks return a fresh buffer and request that it is overwritten at once."""
     module = build(linear, device, fuse_wgrad_accumulation=True)
     weight = module.weight
 

@@ -1,6 +1,6 @@
-# fuse_wgrad_accumulation under torch.compile: main_grad's bits are eager's; where eager asks a parameter in its
-# backward and compiled code cannot, that is refused by name or stands in the docs, with what of torch is the reason as
-# a test in plain operations.
+# fuse_wgrad_accumulation under torch.compile: main_grad has the bits of eager; where eager reads a parameter in its
+# backward and compiled code cannot, an error names it or the docs describe it, and a test in plain operations shows the
+# PyTorch limitation.
 import copy
 
 import pytest
@@ -156,7 +156,7 @@ def test_torch_autocast_and_other_batches(device):
 
 @written_between
 def test_inductor(device):
-    """Nothing beside the module is in the graph, so the bits are eager's."""
+    """The graph contains the module alone, so the bits equal those of eager."""
     module, other = twins(linear, device)
     for m in (compiled(module, "inductor"), other):
         ys = [m(microbatch(device, torch.float32, seed)[0]) for seed in (1, 2)]

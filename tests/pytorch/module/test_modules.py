@@ -1,6 +1,6 @@
-# What every module with parameters promises in the same words: same bits run to run, torch.compile, autocast, meta
-# device, state and copies, misuse that leaves it whole. Formulas are the other suites'. Mutant: leaving `autocast_all`
-# out of Op::eager (csrc/layer/op_registration.h) turns the autocast tests red.
+# The promises of every module with parameters: same bits run to run, torch.compile, autocast, meta device, state and
+# copies, misuse that leaves it whole. Other suites check the formulas. Mutant: leaving `autocast_all` out of Op::eager
+# (csrc/layer/op_registration.h) turns the autocast tests red.
 import contextlib
 import copy
 
@@ -272,7 +272,7 @@ def test_empty_and_single(device, dtype, name, lead):
 
 @every_module
 def test_gradient_of_stride_0(device, name):
-    """What .sum().backward() sends is one number seen everywhere."""
+    """The gradient that .sum().backward() sends is one number with strides 0."""
     module, x = build(name, device), tokens(device).requires_grad_()
     as_tuple(module(x))[0].sum().backward()
     summed, x.grad = {**gradients_of(module), "x": x.grad}, None

@@ -137,7 +137,7 @@ def test_attention_dropout_draws_from_the_tracker():
 
 @pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_autocast_casts_the_residual_stream(device, kind):
-    """A float32 input is cast at the door: the layer in bfloat16, to the bits, and no wider stream through it."""
+    """A float32 input is cast first: the layer in bfloat16, to the bits, and no wider stream through it."""
     module, x = build(device, **kind), tokens(device)
 
     def under_autocast(m, t):

@@ -109,7 +109,7 @@ def test_masks_of_the_module_and_of_the_call(device, where):
 
 
 def test_padded_tokens_send_no_gradient_to_the_others(device):
-    """What stands in the padding changes nothing of the other tokens' outputs and gradients."""
+    """Values in the padding do not change the outputs and gradients of the other tokens."""
     lengths = [7, 3, 1]
     arguments = padding_arguments("one mask", (lengths, lengths), (SEQ, SEQ), device)
     module, x = build(device, self_attn_mask_type="padding_causal"), tokens(device)

@@ -47,7 +47,7 @@ def test_drop_path_drops_whole_sequences(device, layout, parallel):
 
 
 def test_drop_path_replays_and_scales_gradients(device):
-    """The same seed drops the same; a dropped sequence's gradient is the residual's alone."""
+    """The same seed drops the same sequences; the gradient of a dropped sequence comes from the residual alone."""
     layer, x = ones_layer(device, 0.5, "sbhd"), torch.zeros(2, 64, 16, device=device, requires_grad=True)
     torch.manual_seed(5)
     first = layer(x)
@@ -143,7 +143,7 @@ def test_compiled_dropout_runs(device):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_autocast_casts_at_the_door(device, name):
+def test_autocast_casts_the_inputs(device, name):
     """Whatever the order of its parts: the layer in bfloat16, to the bits."""
     options = OPTIONS[name]
     module, inputs = build(device, **options), inputs_of(options, device)

@@ -1,5 +1,5 @@
-# What PyTorch does around a module: compile, copies that train on, files, several threads, several uses in one step,
-# and checkpoints that do not fit. Mutant: a loader that copies before it has compared the keys turns the last ones red.
+# Modules in PyTorch's wrappers: compile, copies that train on, files, several threads, several uses in one step, and
+# checkpoints that do not fit. Mutant: a loader that copies before it has compared the keys turns the last ones red.
 import copy
 import io
 import pickle
@@ -99,7 +99,7 @@ def by_torch(state, folder):
 
 
 def by_safetensors(state, folder):
-    """It wants a storage for each tensor, which the parts of a split weight do not have."""
+    """safetensors needs a storage for each tensor, which the parts of a split weight do not have."""
     safetensors.torch.save_file({key: t.clone() for key, t in state.items()}, folder / "state.safetensors")
     return safetensors.torch.load_file(folder / "state.safetensors")
 

@@ -1,4 +1,4 @@
-# What the suites of TransformerLayer's options share: a layer, its twin and their inputs. No test is here.
+# Helpers of the suites of TransformerLayer's options: a layer, its twin and their inputs. No test is here.
 import torch
 from plain_modules import randomize
 from support import randn

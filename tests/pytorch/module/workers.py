@@ -13,7 +13,7 @@ RANKS = 2
 
 
 def of_each_rank(p, shape):
-    """Its values differ in size from the other's."""
+    """A tensor for each rank; their values differ in size."""
     seeds, sizes = ([p.getrandbits(31) for _ in range(RANKS)], [p.choice((0.1, 1.0, 5.0)) for _ in range(RANKS)])
     return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * s for seed, s in zip(seeds, sizes)]
 
@@ -47,5 +47,5 @@ def run(seed, rank, group=None):
 
 
 def programs(rank, seeds):
-    """What each seed's program leaves on this rank, step by step."""
+    """The results of each seed's program on this rank, step by step."""
     return {seed: run(seed, rank, dist.group.WORLD) for seed in seeds}
