@@ -215,6 +215,30 @@ def skipped(rank, ranks, name):
         assert [int(s) for s in optimizer._steps.steps] == [1]
 
 
+def frozen(rank, ranks, name):
+    """The optimizer of all parameters of a module, some of them frozen, is that of the others."""
+    results = []
+    for every in (True, False):
+        module = build("plain")
+        first = next(module.parameters()).requires_grad_(False)
+        before = first.clone()
+        params = [p for p in module.parameters() if every or p.requires_grad]
+        ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), module)
+        optimizer = DistributedOptimizer(OPTIMIZERS[name](params), ddp)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward("plain", ddp, batch("plain", rank, 0, step), module)
+            optimizer.step()
+        assert torch.equal(first, before)
+        assert set(optimizer.state) == {p for p in module.parameters() if p.requires_grad}
+        optimizer.load_state_dict(optimizer.state_dict())
+        results.append({n: p.clone() for n, p in module.state_dict().items()})
+    assert all(torch.equal(p, results[1][n]) for n, p in results[0].items())
+    other = torch.nn.Parameter(torch.zeros(2, device=here()), requires_grad=False)
+    text = raised(ValueError, lambda: DistributedOptimizer(OPTIMIZERS[name]([*params, other]), ddp))
+    assert "1 parameters that no DistributedDataParallel" in text, text
+
+
 def scaled(rank, ranks):
     """GradScaler: unscaled by the step, skipped and its scale halved where a gradient is not finite."""
     results = []
@@ -299,6 +323,8 @@ OTHERS = {
     "skipped fused_sgd": lambda rank, ranks: skipped(rank, ranks, "fused_sgd"),
     "skipped damped_sgd": lambda rank, ranks: skipped(rank, ranks, "damped_sgd"),
     "skipped adamw": lambda rank, ranks: skipped(rank, ranks, "adamw"),
+    "frozen fused_adam": lambda rank, ranks: frozen(rank, ranks, "fused_adam"),
+    "frozen adamw": lambda rank, ranks: frozen(rank, ranks, "adamw"),
     "scaled": scaled,
     "not finite": not_finite,
     "tensor parallel": tensor_parallel,

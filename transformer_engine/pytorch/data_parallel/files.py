@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch.data_parallel.flat_shard import FlatShard
-from transformer_engine.pytorch.data_parallel.shards import OP, Shard
+from transformer_engine.pytorch.data_parallel.shards import OP, Shard, bucket_groups_of
 
 _STEP = "step"
 
 
 def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """Of every parameter, also of those without a shard here."""
+    """Of every parameter that a wrapper holds, also of those without a shard here."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    steps = optimizer._steps
+    steps, held = optimizer._steps, bucket_groups_of(optimizer.ddps)
     for number, group in enumerate(optimizer._steps.param_groups):
         local = {shard.param: i for i, shard in enumerate(optimizer._shards[number])}
-        for p in group["params"]:
+        for p in filter(held.__contains__, group["params"]):
             if p in local:
                 shard = optimizer._shards[number][local[p]]
                 state = steps.state_of(number, local[p])

@@ -30,23 +30,30 @@ class Shard(NamedTuple):
     is_fp8: bool
 
 
+def bucket_groups_of(wrappers: Iterable[DistributedDataParallel]) -> dict[torch.nn.Parameter, BucketGroup]:
+    return {p: group for wrapper in wrappers for p, group in wrapper.param_to_bucket_group.items()}
+
+
 def shards_of(
     param_groups: Sequence[Mapping[str, Any]], wrappers: Sequence[DistributedDataParallel]
 ) -> list[list[Shard]]:
-    """Of each parameter group the shards of this rank. ValueError for a parameter that no wrapper holds."""
-    group_of = {p: group for wrapper in wrappers for p, group in wrapper.param_to_bucket_group.items()}
+    """Of each parameter group the shards of this rank; frozen parameters of a wrapped module have none. ValueError for
+    other parameters that no wrapper holds."""
+    group_of = bucket_groups_of(wrappers)
+    frozen = {p for wrapper in wrappers for p in wrapper.module.parameters() if not p.requires_grad}
     found = []
     for number, param_group in enumerate(param_groups):
-        unknown = [tuple(p.shape) for p in param_group["params"] if p not in group_of]
+        unknown = [tuple(p.shape) for p in param_group["params"] if p not in group_of and p not in frozen]
         if unknown:
             raise ValueError(
                 f"{OP}: group {number} has {len(unknown)} parameters that no DistributedDataParallel among 'ddps' "
                 f"holds, the first of shape {unknown[0]}; make the optimizer of the parameters of the wrapped module."
             )
-        made = (_shard(p, group_of[p]) for p in param_group["params"])
+        made = (_shard(p, group_of[p]) for p in param_group["params"] if p in group_of)
         found.append([shard for shard in made if shard is not None])
-        for p in filter(fp8_weights.is_fp8, param_group["params"]):
-            fp8_weights.clear_first_values(p)
+        for p in param_group["params"]:
+            if p in group_of and fp8_weights.is_fp8(p):
+                fp8_weights.clear_first_values(p)
     return found
 
 
