@@ -31,7 +31,7 @@ def collectives(rank):
             ("gather of columns", lambda a: distributed.gather_along_first_dim(x.t(), world, async_op=a)),
             ("reduce_scatter", lambda a: distributed.reduce_scatter_along_first_dim(x, world, async_op=a)),
             ("allreduce", lambda a: distributed.allreduce(x.clone(), world, async_op=a)),
-            ("allreduce of everyone", lambda a: distributed.allreduce(x.clone(), async_op=a)),
+            ("allreduce of all ranks", lambda a: distributed.allreduce(x.clone(), async_op=a)),
         ):
             result, work = call(async_op)
             assert (work is not None) == async_op, name
