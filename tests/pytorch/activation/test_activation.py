@@ -209,7 +209,7 @@ def test_opcheck(kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_bits_equal_eager(kind, device):
     compiled = torch.compile(lambda x: activation(x, kind), fullgraph=True, backend="aot_eager", dynamic=True)
-    stances = ("default", "fail_on_recompile")  # the second shape must fit the first one's graph
+    stances = ("default", "fail_on_recompile")  # the second shape must fit the graph of the first
     for shape, stance in zip(((3, 10), (5, 28)), stances, strict=True):
         x, dy = draw(kind, shape, torch.float32, device)
         with torch.compiler.set_stance(stance):
@@ -276,7 +276,7 @@ def test_the_input_alone_is_saved(kind, device):
         y.backward(dy)
 
 
-def test_what_hooks_unpack_is_what_backward_reads(device):
+def test_backward_reads_the_tensors_that_hooks_unpack(device):
     x, dy = draw("swiglu", (3, 10), torch.float32, device)
     other, _ = draw("swiglu", (3, 10), torch.float32, device)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: other.detach()):

@@ -1,5 +1,5 @@
-# What the suites of attention masks share: inputs, visibility written out score by score, padding told in each way, and
-# the comparison with `attend`. No test is here, and nothing of the library.
+# Helpers of the suites of attention masks: inputs, visibility written out score by score, padding given in each way,
+# and the comparison with `attend`. No test is here, and nothing of the library.
 import torch
 from plain_modules import attend, compare, run
 from support import randn, wide
@@ -78,7 +78,7 @@ def check(module, tensors, arguments, visible, *, bias=None, layout="sbhd", scal
 
 
 def check_zeros(got, visible, layout, lengths=None):
-    """Queries that see nothing give zeros and get none; keys that nobody sees, and padding, get zeros."""
+    """Queries without a visible key give zeros and get zero gradients; so do keys without a query, and padding."""
 
     def by_position(t):
         return t.transpose(0, 1) if layout == "sbhd" else t

@@ -1,5 +1,5 @@
-# DotProductAttention's arguments: what it refuses by name, what it says of masks, windows, biases and tensors that do
-# not fit; a call after a refused one gives the same bits. Which backend is chosen and why.
+# DotProductAttention's arguments: named errors for masks, windows, biases and tensors that do not fit; a call after a
+# refused one gives the same bits. The chosen backend and its reason.
 import numpy
 import pytest
 import torch
@@ -261,7 +261,7 @@ def test_paths(options, backends, is_causal, mask_tensor, words):
     assert all(word in path.reason for word in words), path.reason
 
 
-def test_the_mode_of_torch_counts_where_nothing_is_said(device):
+def test_torchs_deterministic_mode_is_the_default(device):
     ask = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "mask": "causal"}
     assert attention_path(**ask).backends == (FLASH, MATH), "the tests run under deterministic algorithms"
     torch.use_deterministic_algorithms(False)  # the fixture that set it restores it
@@ -277,7 +277,7 @@ def test_the_heads_that_flash_takes(head_dims, takes):
 
 @pytest.mark.gpu
 def test_the_kernels_are_the_path_s():
-    """What te.explain says of windows, biases and plain masks, by the names of the kernels that ran."""
+    """te.explain's paths for windows, biases and plain masks match the names of the kernels that ran."""
     tensors = [randn(64, 2, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
     module = te.DotProductAttention(4, 64)
     torch.use_deterministic_algorithms(False)  # the fixture that set it restores it

@@ -1,5 +1,5 @@
-# NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN=0 take backends away from attention that is made then, and
-# where nobody is left the call names them.
+# NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN=0 remove backends from attention that is made then; if no
+# backend is left, the error names the variables.
 import itertools
 
 import pytest

@@ -23,7 +23,7 @@ def bias_shape(kind, seqs):
 @pytest.mark.parametrize("when", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_matches_plain(device, dtype, when, mask, kind):
-    """The bias gets its gradient; one that wants none gives the same output."""
+    """The bias gets its gradient; a bias that requires none gives the same output."""
     seqs, scale = (7, 7), 0.3
     arguments = {"attn_mask_type": mask, "core_attention_bias_type": when}
     if "padding" in mask:
@@ -73,7 +73,7 @@ def test_alibi_matches_plain(device, mask, seqs, slopes):
     distance = torch.arange(seqs[1]) - torch.arange(seqs[0])[:, None] - offset[:, None, None, None]
     bias = -by_head.double().reshape(-1, HEADS, 1, 1) * distance.abs()
     dtype = DTYPES[0 if slopes == "default" else 2]
-    # What is rounded to a 16-bit type is the product, so the twin in float64 gets it rounded too.
+    # The product is rounded to a 16-bit type, so the twin in float64 gets it rounded too.
     bias = bias.to(dtype)
     visible = by_hand(mask, seqs, lengths=lengths)
     check(te.DotProductAttention(HEADS, HEAD), qkv(device, dtype, seqs=seqs), arguments, visible, bias=lambda: bias)

@@ -71,7 +71,7 @@ def test_the_fastest_backends_match_plain(dtype, mask, groups):
 @pytest.mark.parametrize("seq_kv", [1, 5, 12])
 def test_keys_of_another_length(device, seq_kv, mask):
     tensors = qkv(device, seq_kv=seq_kv)
-    # causal counts from the first key, as the name says; causal_bottom_right is the other one
+    # causal counts from the first key; causal_bottom_right counts from the last one
     check_core(
         te.DotProductAttention(HEADS, HEAD, attn_mask_type=mask), tensors, causal=mask == "causal", batch_first=False
     )
@@ -96,7 +96,7 @@ def test_windows_that_the_causal_mask_implies(device, window):
 
 
 def test_arguments_of_other_capabilities_that_change_nothing(device):
-    """What only padding, packing or FP8 read is accepted, and changes no bit."""
+    """Arguments that only padding, packing or FP8 read are accepted, and change no bit."""
     tensors = qkv(device)
     module = te.DotProductAttention(HEADS, HEAD)
     lengths = torch.arange(BATCH + 1, dtype=torch.int32, device=device) * SEQ

@@ -66,7 +66,7 @@ def test_masks_in_every_dtype(device, mask, dtype):
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("mask", ["no_mask", "padding", "arbitrary", "causal"])
 def test_where_the_diagonal_ends(device, mask, bottom_right):
-    """The argument of the call or of the module; the name of a causal mask already says it."""
+    """The argument of the call or of the module; the name of a causal mask already determines it."""
     seqs, window = (5, 9), (1, 2)
     lengths = LENGTHS[seqs]
     arguments, arbitrary = {"attn_mask_type": mask, "window_size": window}, None

@@ -183,7 +183,7 @@ def test_state_names(device):
     assert (normed.layernorm_qkv.parallel_mode, normed.proj.parallel_mode) == ("column", "row")
 
 
-def test_returning_the_input_wants_a_norm(device):
+def test_returning_the_input_needs_a_norm(device):
     module, x = te.MultiheadAttention(HIDDEN, HEADS, device=device), randn(SEQ, BATCH, HIDDEN, device=device)
     with refused(ValueError, "MultiheadAttention", "'return_input'", "input_layernorm"):
         module(x, return_input=True)

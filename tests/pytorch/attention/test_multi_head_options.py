@@ -107,7 +107,7 @@ def test_fused_parameters_in_every_dtype(device, dtype, fused):
 @pytest.mark.parametrize("groups", [2, HEADS])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fused_parameters_are_the_split_ones_in_order(device, groups, interleaved):
-    """The rows of the split parameters, laid down as the API says, give the same bits.
+    """The rows of the split parameters, in the order that the API defines, give the same bits.
 
     On CUDA products of other strides may take other algorithms."""
     split = build(device, num_gqa_groups=groups)

@@ -1,4 +1,4 @@
-"""What padding holds changes no bit of what counts: results, and gradients of valid tokens, as with zeros there."""
+"""Values in the padding change no bit of the rest: results, and gradients of valid tokens, are as with zeros there."""
 
 import pytest
 import torch

@@ -168,7 +168,7 @@ def test_saved_with_a_state_dict_that_was_gathered(device, tmp_path):
     close(logits(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(device), t), logits(fused, t))
 
 
-def test_unfused_is_what_it_was(device):
+def test_unfused_equals_the_original(device):
     plain = model(device).eval()
     wanted = {name: p.detach().clone() for name, p in plain.named_parameters()}
     back = unfuse(fuse(copy.deepcopy(plain)))

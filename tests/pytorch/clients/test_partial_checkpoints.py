@@ -1,5 +1,5 @@
-"""Checkpoints without our modules' `_extra_state`, as torch's and accelerate's loaders hand them on, and a
-recomputation that has lost its autocast, which is told."""
+"""Checkpoints without our modules' `_extra_state`, as torch's and accelerate's loaders hand them on, and the warning of
+a recomputation without its autocast."""
 
 import warnings
 
@@ -58,7 +58,7 @@ def test_accelerate_reads_what_it_wrote(device, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "TransformerLayer"])
-def test_torchs_checkpoint_under_autocast_is_told(device, name):
+def test_torchs_checkpoint_under_autocast_warns(device, name):
     module, x = build(name, device), torch.randn(32, 2, 32, device=device, requires_grad=True)
     with te.autocast(recipe=recipe.Float8CurrentScaling()):
         y = checkpoint(module, x, use_reentrant=True)

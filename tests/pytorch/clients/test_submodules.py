@@ -1,5 +1,5 @@
-"""Clients' own submodules, adapters and hooks in TransformerLayer and MultiheadAttention: they are called by what the
-API says of a submodule, and what they return counts; keywords of ours reach no other class."""
+"""Clients' own submodules, adapters and hooks in TransformerLayer and MultiheadAttention: they are called as the API
+describes a submodule, and their results are used; keywords of ours reach no other class."""
 
 import copy
 
@@ -249,7 +249,7 @@ def test_projections_with_a_bias_beside(device, attention_type, input_layernorm)
 # ---- hooks ----
 
 
-def test_hooks_see_what_the_api_says(device):
+def test_hooks_see_the_calls_of_the_api(device):
     made, x = layer(device), tokens(device)
     want, seen = made(x), {}
 
@@ -319,7 +319,7 @@ def test_a_forward_that_a_client_wraps(device):
 
 
 def test_probes_change_no_path(device):
-    """te.memory_plan hooks every module, and what it tells is a run without them."""
+    """te.memory_plan hooks every module; its report is that of a run without the hooks."""
     made = layer(device)
     with recording("te.memory_plan", made):
         assert is_own(made.layernorm_mlp, te.LayerNormMLP)
@@ -366,7 +366,7 @@ class Returns(torch.nn.Module):
 )
 def test_what_no_contract_has_is_named(device, path, what):
     if what == "another shape" and path.count("."):
-        pytest.skip("how many tokens a projection has is the ranks' business")
+        pytest.skip("the number of tokens of a projection depends on the ranks")
     made, x = layer(device), tokens(device)
     parent, _, name = path.rpartition(".")
     setattr(made.get_submodule(parent), name, Returns(made.get_submodule(path), BAD[what]))

@@ -29,7 +29,7 @@ def test_adds_in_the_order_of_the_ranks(dtype, ranks, device):
 
 
 def test_the_order_matters(device):
-    """What the test above could not see if the values added up exactly."""
+    """The test above could not detect a wrong order if the values added up exactly."""
     partials = randn(8, 64, 64, device=device)
     assert not torch.equal(comm_ordered_sum(partials), comm_ordered_sum(partials.flip(0)))
 

@@ -1,4 +1,4 @@
-"""What the suites of cross entropy on one rank share: logits and targets. No test is here."""
+"""Helpers of the suites of cross entropy on one rank: logits and targets. No test is here."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the suites of fused_linear_cross_entropy share: operands, chunks, recipes. No test is here."""
+"""Helpers of the suites of fused_linear_cross_entropy: operands, chunks, recipes. No test is here."""
 
 import contextlib
 

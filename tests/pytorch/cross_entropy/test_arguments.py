@@ -1,5 +1,5 @@
-"""What parallel_cross_entropy takes beside contiguous logits of 32 and 16 bits: any strides, float64, a smoothing of 1,
-the name that `inp` had before; and errors in its own words. Values: test_cross_entropy.py."""
+"""Arguments of parallel_cross_entropy beside contiguous logits of 32 and 16 bits: any strides, float64, a smoothing of
+1, the older name of `inp`; and named errors. Values: test_cross_entropy.py."""
 
 import warnings
 

@@ -1,5 +1,5 @@
-"""parallel_cross_entropy on one rank, and PyTorch around it: the gradient over the logits and who notices, second
-backwards, compile, capture, checkpoints. Its values are test_cross_entropy.py's."""
+"""parallel_cross_entropy on one rank, in PyTorch's contexts: the gradient over the logits and its detection, second
+backwards, compile, capture, checkpoints. test_cross_entropy.py checks its values."""
 
 import copy
 
@@ -28,7 +28,8 @@ def test_gradient_lies_over_the_logits(device):
 
 
 def test_a_leafs_gradient_is_its_memory(device):
-    """As guide/cross_entropy.md says; a copy would take as long as the loss. Mutant: scaled() returns grad itself."""
+    """guide/cross_entropy.md documents it; a copy would take as long as the loss. Mutant: scaled() returns grad
+    itself."""
     logits, target = draw(device, 3, 4, 77)
     want = torch.autograd.grad(te.parallel_cross_entropy(x := logits.clone().requires_grad_(), target).sum(), x)[0]
     leaf = logits.clone().requires_grad_()
@@ -62,7 +63,7 @@ def test_without_a_gradient_logits_stay(device):
     assert_same_bits(logits, before)
 
 
-def test_a_stale_reader_notices(device):
+def test_a_stale_reader_raises(device):
     logits, target = draw(device, 3, 50)
     x = logits.clone().requires_grad_() * 1
     reader = (x * x).sum()
@@ -109,8 +110,8 @@ SECOND = {
 @pytest.mark.parametrize("behind", ["forward", "backward"])
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_loss_never_takes_a_gradient_for_logits(device, name, behind):
-    """Not where it wants none itself, nor behind a backward that has scaled it. Mutants: check() left out of
-    cross_entropy_fwd; write_again() without the version."""
+    """Also if it requires no gradient itself, and after a backward that has scaled the gradient. Mutants: check() left
+    out of cross_entropy_fwd; write_again() without the version."""
     logits, target = draw(device, 3, 50)
     for leaf in (logits.clone().requires_grad_(), None):
         x = logits.clone().requires_grad_() * 1 if leaf is None else leaf
@@ -126,7 +127,7 @@ def test_a_second_loss_never_takes_a_gradient_for_logits(device, name, behind):
 
 
 def test_losses_of_slices(device):
-    """What lies beside a gradient is no gradient."""
+    """Memory beside a slice's gradient is not taken for a gradient."""
     logits, target = draw(device, 6, 50)
     x = logits.clone().requires_grad_() * 1
     want = te.parallel_cross_entropy(logits, target)
@@ -298,7 +299,7 @@ def test_kept_and_explained(device):
     assert kernel in found["cross_entropy_fwd"].path and kernel in found["cross_entropy_bwd"].path
 
 
-def test_nobody_waits_for_the_device(device):
+def test_no_wait_for_the_device(device):
     if device == "cpu":
         pytest.skip("a CPU has nothing to wait for")
     logits, target = draw(device, 32, 1000)

@@ -23,8 +23,8 @@ def oracle(logits, target, smoothing=0.0, reduce=False, ignore=IGNORED):
 
 def arithmetic(logits, device):
     """The relative error of a sum of exponentials. CPU: 16 + 16 additions in float32 before double takes over, an
-    exponential within 1 unit; CUDA: at most 512 additions in a thread and 15 behind them, an exponential within
-    2 + 1.2 |x - top| units; on both x - top is rounded, which the exponential takes |x - top|-fold."""
+    exponential within 1 unit; CUDA: at most 512 additions in a thread and 15 after them, an exponential within 2 + 1.2
+    |x - top| units; on both x - top is rounded, which the exponential takes |x - top|-fold."""
     x = wide(logits)
     spread = (x.amax() - x.amin()).item() if x.numel() else 0.0
     return (40 + 2 * spread if device == "cpu" else 540 + 4 * spread) * U32, spread

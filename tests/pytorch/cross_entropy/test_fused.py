@@ -128,7 +128,7 @@ def test_one_chunk_is_the_product_and_the_loss(device, dtype, how):
             loss = call()
             results.append((loss.detach().view(1), *torch.autograd.grad(loss, (hidden, leaf))))
     for got, want, name in zip(*results, ("loss", "hidden", "weight")):
-        # Products into memory that is there, or into float32 and rounded behind, may be others'.
+        # Products into existing memory, or into float32 and rounded afterwards, may have other bits.
         if name != "loss" and (device == "cuda" or (name == "weight" and dtype is torch.bfloat16)):
             assert_within(got, want, 2 * rounding(wide(want), dtype) + 1e-6, name)
         else:

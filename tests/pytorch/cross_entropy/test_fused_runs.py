@@ -16,7 +16,7 @@ from .fused_cases import FEATURES, RECIPES, chunks_of, draw
 
 
 def test_products_that_run(device):
-    """te.explain: a frozen weight's gradient has no product, nor has a hidden's that nobody wants."""
+    """te.explain: unwanted gradients of a frozen weight and of a hidden state have no product."""
 
     class Fused(torch.nn.Module):
         def __init__(self):
@@ -146,7 +146,7 @@ def test_compiled(device, how, reduce):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_second_run_without_its_autocast_is_told(device, reentrant):
+def test_a_second_run_without_its_autocast_warns(device, reentrant):
     """Its gradients are not those of the forward that ran."""
     x = torch.randn(8, 32, device=device, requires_grad=True)
     w, t = torch.randn(16, 32, device=device, requires_grad=True), torch.arange(8, device=device)

@@ -52,8 +52,8 @@ def test_shards(ranks):
 
 @both
 def test_fused(ranks):
-    """Logits of 16 products, rounded to the dtype: within 64 of its units, which is what p and so all gradients move
-    by, relative to sums of at most 24 tokens' or 64 classes' magnitudes, of at most 4 each."""
+    """Logits of 16 products, rounded to the dtype: within 64 of its units, which bounds the error of p and so of all
+    gradients, relative to sums of at most 24 tokens' or 64 classes' magnitudes, of at most 4 each."""
     results = on_ranks(workers.fused, ranks=at_most(ranks))
     for dtype in DTYPES:
         _, *leaves, target = whole(dtype)

@@ -1,5 +1,5 @@
-# What cross_entropy/test_ranks.py runs on each rank: losses whose classes are divided over the ranks. A worker returns
-# what its test compares.
+# The worker functions of test_ranks.py, which run on each rank: losses whose classes are divided over the ranks. A
+# worker returns what its test compares.
 import torch
 import torch.distributed as dist
 from ranks import here
@@ -130,7 +130,7 @@ def refusals(rank):
     told["not in it"] = (
         None if rank == 0 else told_by(lambda: te.parallel_cross_entropy(even, target, dist_process_group=alone))
     )
-    if rank == 0:  # a group of one is nobody to talk to
+    if rank == 0:  # a group of one has no other rank to communicate with
         one = te.parallel_cross_entropy(even, target, dist_process_group=alone)
         assert torch.equal(one, te.parallel_cross_entropy(even, target))
     gone = dist.new_group()

@@ -20,7 +20,7 @@ IN_TURN, IN_FLIGHT = (1, -1, 1, -1), (1, 1, -1, -1)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What its command line has."""
+    """The options of the framework's command line."""
 
     device: str = "cpu"
     recipe: str | None = None
@@ -40,7 +40,7 @@ class Options:
 
     @property
     def plain(self):
-        """What has to give the same bits: eager, nothing recomputed, nothing offloaded."""
+        """The options of the run that has to give the same bits: eager, nothing recomputed, nothing offloaded."""
         return dataclasses.replace(self, graphs=None, offload=False, recompute=None)
 
 
@@ -117,7 +117,7 @@ class Norm:
 
 
 class _Captured:
-    """What a layer has to be captured: its __call__ is the eager way, the captured part, or a replay."""
+    """A layer that can be captured: its __call__ is the eager way, the captured part, or a replay."""
 
     def _start(self, options):
         self.options, self.cuda_graphs, self.microbatch = options, [], 0

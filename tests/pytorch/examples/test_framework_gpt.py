@@ -1,7 +1,7 @@
 # A framework's training of a small GPT (framework_gpt.py): with captured layers, recomputation and offload, alone and
 # together, it has the losses, gradients, weights and scales of the eager run without, to the bit, and losses fall.
-# Mutants: main_grads that a replay zeroes though they are not its graph's, or a flag of kept weights that no call sets,
-# turn these red.
+# Mutants: a replay that zeroes main_grads of another graph, or a flag of kept weights that no call sets, turn these
+# red.
 import dataclasses
 import random
 

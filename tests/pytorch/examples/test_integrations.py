@@ -94,7 +94,7 @@ def test_llama_refuses_what_it_would_get_wrong():
 
 
 @pytest.mark.dist
-def test_fsdp2_learns_the_same_on_two_ranks(tmp_path, capsys):
+def test_fsdp2_trains_the_same_on_two_ranks(tmp_path, capsys):
     """Two ranks with half of the batch each have the loss of one rank with all of it, but for rounding."""
     assert with_fsdp2.main([]) == 0
     alone = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_fsdp2_learns_the_same_on_two_ranks(tmp_path, capsys):
     assert losses(together) == pytest.approx([first, last], rel=1e-3)
 
 
-def test_lora_learns_beside_a_frozen_fp8_weight(capsys, monkeypatch):
+def test_lora_trains_beside_a_frozen_fp8_weight(capsys, monkeypatch):
     made = []
     monkeypatch.setattr(with_lora, "LoRA", lambda given, make=with_lora.LoRA: made.append(make(given)) or made[0])
     assert with_lora.main(["--hidden", "128"]) == 0

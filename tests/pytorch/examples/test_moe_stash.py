@@ -1,6 +1,6 @@
-"""examples/moe_stash.py on tiny layers: what it asserts holds, and it says so where it does not.
+"""examples/moe_stash.py on tiny layers: its checks pass, and a failed check is reported.
 
-Mutants: in ToRows.backward of moe/blocks.py collect without looking at is_here (gradients of rows that hold nothing);
+Mutants: in ToRows.backward of moe/blocks.py collect without looking at is_here (gradients of rows without a token);
 in StashHandle::start_load (csrc/stash/stash_handle.cpp) leave the memory unread (torch.zeros and no load).
 """
 
@@ -36,7 +36,7 @@ def test_it_shows_what_it_promises(tmp_path, device, capsys):
     assert int(rows[-1]["pages in flight"]) == 0
 
 
-def test_a_difference_is_told_and_makes_it_fail(tmp_path, device, capsys, monkeypatch):
+def test_a_difference_is_reported_and_makes_it_fail(tmp_path, device, capsys, monkeypatch):
     monkeypatch.setattr(Result, "equals", lambda self, other: False)
     assert show(tmp_path, device) == 1
     assert "WRONG: eager: losses and gradients of 0 of 3 steps" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from .train_lm_cases import FILES, TINY, metrics, train
 pytestmark = pytest.mark.usefixtures("tiny_toy")
 
 
-def test_it_learns_reports_and_writes_its_files(tmp_path, text, device, capsys):
+def test_a_run_trains_reports_and_writes_its_files(tmp_path, text, device, capsys):
     assert train(tmp_path, text, device) == 0
     folder = tmp_path / "runs" / "toy"
     assert {p.name for p in folder.iterdir()} == FILES
@@ -84,8 +84,8 @@ def test_resume_is_bit_equal(tmp_path, text, device):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_both_optimizers_draw_one_curve(tmp_path, text, device, dtype, capsys):
-    """AdamW on fp32 weights, ours and torch's, apart by rounding: of clipped gradients too, which torch's has in fp32,
-    so that bf16 keeps 20 steps within 1 %. Neither goes on with what the other one saved."""
+    """AdamW on fp32 weights, ours and torch's, apart by rounding: of clipped gradients too, which are fp32 for torch's,
+    so that bf16 keeps 20 steps within 1 %. No optimizer continues with the checkpoint of the other."""
     losses = []
     for optimizer in ("fused", "torch"):
         options = ("--optimizer", optimizer, "--dtype", dtype, "--deterministic")
@@ -182,7 +182,7 @@ def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path, text):
     assert float(rows[3]["loss"]) < 9
 
 
-def test_no_gpu_is_said(tmp_path, text, monkeypatch):
+def test_a_missing_gpu_is_named(tmp_path, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ExampleError, match="--device cuda: torch sees no CUDA device"):
         train(tmp_path, text, "cuda")

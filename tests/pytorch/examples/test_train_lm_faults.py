@@ -1,4 +1,4 @@
-"""examples/train_lm.py where the checkpoint, the text or the disk is bad, and when it is interrupted: what it says, and
+"""examples/train_lm.py where the checkpoint, the text or the disk is bad, and when it is interrupted: its errors, and
 that nothing is lost."""
 
 import hashlib

@@ -45,7 +45,7 @@ def test_recomputing_changes_no_bit_and_keeps_less(runs):
     assert again.keys() == kept.keys() and all(torch.equal(again[name], kept[name]) for name in again)
     shown = first["sequence"][1]
     (line,) = [line for line in shown.splitlines() if line.startswith("memory: each rank keeps ")]
-    of_layer = line.partition(";")[0].replace(" MiB", "").split()  # on CUDA peaks of the model stand behind it
+    of_layer = line.partition(";")[0].replace(" MiB", "").split()  # on CUDA peaks of the model follow the semicolon
     less, more = (float(word.replace(",", "")) for word in of_layer if word[0].isdigit())
     # Of a layer q, k, v and the MLP gather: 2 x (1 - 1/2) x positions x windows x hidden of four bytes, to two digits.
     assert abs(more - less - workers.TINY.tokens * workers.TINY.hidden * 4 / 2**20) <= 0.01
@@ -97,7 +97,7 @@ def test_torchrun_starts_it(tmp_path):
         (("--accumulate", "3"), "--accumulate 3: wanted a divisor of the preset's 4 windows"),
     ],
 )
-def test_what_does_not_go_together_is_said(tmp_path, options, says):
+def test_options_that_exclude_each_other_are_named(tmp_path, options, says):
     (tmp_path / "text.py").write_bytes(workers.TEXT)
     with pytest.raises(ExampleError, match=says):
         workers.train(tmp_path, "run", *options)

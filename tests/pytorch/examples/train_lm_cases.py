@@ -1,4 +1,4 @@
-"""What the suites of examples/train_lm.py share: a text, tiny runs and what they leave. No test is here."""
+"""Helpers of the suites of examples/train_lm.py: a text, tiny runs and their files. No test is here."""
 
 import csv
 from dataclasses import replace

@@ -38,8 +38,7 @@ def draw(leading, features, dtype, device, bias=True):
 
 # Bounds: a product of `terms` terms is summed in float32, in any order; tensor cores truncate where adders round, so a
 # term costs 2u of the sum of the magnitudes. One rounding at the store. A bias is one term more, and the product may be
-# rounded before it is added: by LibTorch's linear at some memory layouts, by cuBLASLt at sizes that are no multiples
-# of 8.
+# rounded before it is added: by LibTorch's linear at some memory layouts, by cuBLASLt at sizes that 8 does not divide.
 
 
 def product_within(actual, left, right, what, add=None):
@@ -114,7 +113,7 @@ def test_bits_of_torch_on_the_cpu(dtype):
 @pytest.mark.parametrize("wants_weight", [False, True])
 @pytest.mark.parametrize("wants_x", [False, True])
 def test_frozen_arguments(wants_x, wants_weight, wants_bias, device):
-    """No gradient for what is frozen, and nothing kept that no gradient will read."""
+    """Frozen arguments get no gradient, and a tensor that no gradient reads is not kept."""
     x, weight, bias, dy = draw((4, 3), (16, 24), torch.float32, device)
     for t, wants in ((x, wants_x), (weight, wants_weight), (bias, wants_bias)):
         t.requires_grad_(wants)
@@ -125,7 +124,7 @@ def test_frozen_arguments(wants_x, wants_weight, wants_bias, device):
     check_against_oracle(x, weight, bias, dy, y, gradients(y, (x, weight, bias), dy))
 
 
-def test_backward_asks_only_for_what_is_wanted(device):
+def test_backward_computes_only_wanted_gradients(device):
     """torch.autograd.grad for one input leaves the others' gradients alone."""
     x, weight, bias, dy = draw((6,), (16, 24), torch.float32, device)
     for i, wanted in enumerate((x, weight, bias)):

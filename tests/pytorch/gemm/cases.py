@@ -1,4 +1,4 @@
-# What the suites of gemm share: operands, products in float64, calls in every form. No test is here.
+# Helpers of the suites of gemm: operands, products in float64, calls in every form. No test is here.
 import torch
 from support import randn, rounding, sum_error, wide
 
@@ -24,7 +24,7 @@ def product(a, b, layout):
 
 
 def may_refuse(epilogue, rows, cols, depth, device):
-    """cuBLASLt has no algorithm for some fused epilogues at sizes that are no multiples of 8. Never without them."""
+    """cuBLASLt has no algorithm for some fused epilogues at sizes that 8 does not divide. Never without them."""
     return device == "cuda" and epilogue in ("gelu", "dgelu", "bgrad") and any(n % 8 for n in (rows, cols, depth))
 
 
@@ -54,6 +54,6 @@ def accumulated(magnitude, depth, extra_terms=0):
 
 
 def first_rounding(product, dtype, device):
-    """cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes
-    that are no multiples of 8, gelu, adding to a 16-bit d)."""
+    """cuBLASLt may round the product to a 16-bit d's dtype before the next operation (seen on an H200: a bias at sizes
+    that 8 does not divide, gelu, adding to a 16-bit d)."""
     return rounding(product, dtype) if device == "cuda" and dtype != torch.float32 else 0.0

@@ -246,7 +246,7 @@ def test_accumulate_refuses_by_name(device):
 
 
 def test_scales_are_rounded_as_promised():
-    """What the CPU's bound above stands on: one rounding of data * scale_inv, and float32 sums."""
+    """The assumptions of the CPU's bound above: one rounding of data * scale_inv, and float32 sums."""
     a, b = operands((16, 16, 1), (TENSOR, TENSOR), FORMATS[0], "cpu", whole=False)
     d = gemm_fp8(*a.arguments, *b.arguments, torch.float32, None, False)
     want = product(a, b)[0]
@@ -277,7 +277,7 @@ def value(quantized, columnwise):
 @pytest.mark.parametrize("kind", ["current", "block"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_directions_of_a_linear_layer(direction, kind, device):
-    """The three products from what a quantizer made, pitch and all, at shapes that are no multiples of 16."""
+    """The three products from a quantizer's tensors, with their pitch, at shapes that 16 does not divide."""
     for m, n, k in ((1, 1, 1), (5, 7, 9), (33, 130, 300), (257, 48, 144)):
         shapes = {"fprop": ((n, k), (m, k)), "dgrad": ((n, k), (m, n)), "wgrad": ((m, k), (m, n))}[direction]
         chosen = {"fprop": (0, 1), "dgrad": (0, 2), "wgrad": (1, 2)}[direction]

@@ -1,4 +1,4 @@
-# gemm with a GELU behind it, and the gradient of one, against float64.
+# gemm with a GELU after it, and the gradient of one, compared with float64.
 import math
 
 import pytest

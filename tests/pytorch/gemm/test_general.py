@@ -235,7 +235,7 @@ def same(got, want):
 @pytest.mark.parametrize("function", [general_gemm, general_grouped_gemm], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", ["plain", "current", "block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_flag_that_is_none_is_false(layout, kind, function, device):
+def test_a_flag_of_none_is_false(layout, kind, function, device):
     """Each flag alone beside every other that is True, and all of them at once: as a router's gate is differentiated,
     with gelu None and grad True."""
     flags = flags_of(function)

@@ -159,7 +159,7 @@ def test_gradients_of_another_dtype_are_refused(device):
 # ---- general_grouped_gemm ----
 
 
-# Who makes operands; `lines`: blocks as of inputs and gradients, else squares as of weights.
+# The quantizers of operands; `lines`: blocks as of inputs and gradients, else squares as of weights.
 MAKERS = {
     "plain": None,
     "current": lambda device, lines: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device),

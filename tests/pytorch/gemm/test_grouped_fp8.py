@@ -39,7 +39,7 @@ def case(recipe, device, dtype=torch.bfloat16, e5m2=True):
     c.x, c.dy = (
         torch.ops.te.grouped_quantize(t, c.offsets, part, True, True) for t, part in ((x, spec[:4]), (dy, spec[8:12]))
     )
-    for t in (c.x, c.dy):  # rows of nobody, and panels of nobody
+    for t in (c.x, c.dy):  # rows and panels after those of the last group
         t[0][LIVE:] = 0x7F
         t[2][4:] = 0x7F
     weights = [randn(N, K, dtype=dtype, device=device) for _ in SPLITS]

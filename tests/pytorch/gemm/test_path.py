@@ -1,5 +1,6 @@
-# Who computes a product: the decision itself, for either device; the plain loop in place of LibTorch on the CPU, in
-# which an element's bits do not depend on the rows beside it; and LibTorch's product lent to C++ callers of the engine.
+# The implementation that computes a product: the choice itself, for either device; the plain loop in place of LibTorch
+# on the CPU, in which an element's bits do not depend on the rows beside it; and LibTorch's product lent to C++ callers
+# of the engine.
 import contextlib
 import ctypes
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_the_decision(place, operands, out, options, by, apart, words):
     path = _C.gemm_path(torch.device(place), operands, out, **options)
     assert path[:2] == (by, apart)
     assert path[2] is None if words is None else path[2].startswith(words)
-    assert (path[3] or "") != "" or not apart or by != "cuBLASLt", "what is done apart says why"
+    assert (path[3] or "") != "" or not apart or by != "cuBLASLt", "an operation on its own has a reason"
     with cpu_products("loop"):
         looped = _C.gemm_path(torch.device(place), operands, out, **options)
     if place == "cuda" or by == "nobody":
@@ -79,7 +80,7 @@ def test_the_decision(place, operands, out, options, by, apart, words):
         assert looped == ("the CPU loop", beside, "the plain CPU loop", "set_cpu_products('loop') asks for it")
 
 
-def test_who_is_asked_for_is_named():
+def test_the_requested_implementation_is_named():
     before = _C.set_cpu_products("loop")
     assert before == "libtorch" and _C.set_cpu_products("libtorch") == "loop"
     with refused(ValueError, "set_cpu_products", "'by'", "'mkl'", "'libtorch' or 'loop'"):
@@ -91,7 +92,7 @@ def product_paths(module, *sample):
     return {(row.path, row.why_not_faster) for row in te.explain(module, *sample).rows if row.op.startswith("linear")}
 
 
-def test_explain_says_who(loop):
+def test_explain_shows_the_implementation(loop):
     module = te.LayerNormMLP(32, 48, activation="swiglu", device="cpu", params_dtype=BF16)
     assert product_paths(module) == {("the plain CPU loop", "set_cpu_products('loop') asks for it")}
     _C.set_cpu_products("libtorch")
@@ -257,7 +258,7 @@ def test_nothing_to_multiply(shape, loop):
 
 
 def test_the_whole_process_changes_and_changes_back():
-    """Bits before and after are LibTorch's, and a backward's threads go by the loop too."""
+    """Results before and after have LibTorch's bits, and the threads of a backward use the loop too."""
     layer = te.Linear(64, 48, device="cpu", params_dtype=BF16)
     x = randn(24, 64, dtype=BF16)
     before = layer(x)

@@ -1,5 +1,5 @@
-# What every activation is, as torch computes it: beside activation_math.h the one place that a new kind is added to.
-# test_activation.py holds kernels to it in float64, plain_modules.py has MLPs of it. Nothing of the library is here.
+# Every activation as torch computes it: beside activation_math.h the only place for a new kind. test_activation.py
+# compares kernels with it in float64, plain_modules.py has MLPs of it. Nothing of the library is here.
 import math
 
 # y of each kind from float64 operands: (t, sigmoid) for plain kinds, (a, b, sigmoid) for gated ones. The sigmoid is

@@ -1,6 +1,6 @@
 # The public names of the API that this library follows (its version is the level), as plain data: where each name is
-# imported from, which ones clients import, and the parameters of modules with their defaults. What becomes of them here
-# is compatibility.py's business.
+# imported from, which ones clients import, and the parameters of modules with their defaults. compatibility.py has the
+# state of each name in this library.
 
 TE = "transformer_engine.pytorch"
 
@@ -125,7 +125,7 @@ GUARDED = {
     f"{TE}.tensor": "GroupedTensor GroupedTensorStorage",
 }
 
-# What may be missing: modules and names that come with their capability. Clients rely on all the others.
+# Names that may be missing: modules and names that come with their capability. Clients rely on all the others.
 LATER = {
     **GUARDED,
     f"{TE}.distributed_weight": SUBMODULES[f"{TE}.distributed_weight"],

@@ -33,7 +33,7 @@ EVERY_FAMILY = FAMILIES | WITHOUT_PARAMETERS
 
 
 def build(name, device, dtype=torch.float32):
-    """With parameters that are none of them zero or one."""
+    """A module whose parameters are neither zero nor one."""
     module = EVERY_FAMILY[name](params_dtype=dtype, device=device)
     with torch.no_grad():
         for p in module.parameters():

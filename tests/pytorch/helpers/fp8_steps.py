@@ -1,4 +1,4 @@
-# What the suites of FP8 modules share: recipes, small models, steps of them, and their state as plain tensors.
+# Helpers of the suites of FP8 modules: recipes, small models, steps of them, and their state as plain tensors.
 import io
 
 import torch

@@ -1,5 +1,5 @@
-# Random programs, as the generated suites draw them: what a seed chooses, a list of what was done, and errors that tell
-# both. No operation and no oracle is here.
+# Random programs of the generated suites: the choices of a seed, a list of the program's steps, and errors with both.
+# No operation and no oracle is here.
 import contextlib
 import random
 
@@ -7,7 +7,7 @@ REFUSALS = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what ba
 
 
 class Program(random.Random):
-    """A seed's choices. `lines` are what the program did, in its own words."""
+    """A seed's choices. `lines` describe the program's steps."""
 
     def __init__(self, seed, *kinds):
         self.number, self.kinds, self.lines = seed, kinds, []

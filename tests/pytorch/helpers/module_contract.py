@@ -1,5 +1,5 @@
-# What the suites of the fused modules ask of each module in the same words: signatures as the API lists them, refusals,
-# what is kept for backward, and a stand-in for the tracker of random states. No formula is here.
+# Checks that the suites of all fused modules share: signatures as the API lists them, refusals, saved tensors, and a
+# replacement for the tracker of random states. No formula is here.
 import contextlib
 import inspect
 

@@ -290,10 +290,10 @@ def run(module, *inputs, at=None, call=None, **kwargs):
 def check_against_twin(module, twin, *inputs, tight, what="", **kwargs):
     """Every output and gradient of `module` against its twin.
 
-    A composite's worst-case bound says little, so the measure is what plain torch achieves in the same dtype: the error
+    The worst-case bound of a composite is too large, so plain torch in the same dtype gives the bound: the error
     against the float64 twin is at most twice the plain twin's, as root mean square plus one rounding of the tensor's,
     and at its largest (one draw of few elements) four times plus two roundings of the largest element. In float32 the
-    error must in addition stay below `tight` unit roundoffs of the largest element: what the caller counts as
+    error must in addition stay below `tight` unit roundoffs of the largest element: the caller's count of
     (products in a row) * (terms of the longest sum).
     A gradient that is zero by symmetry is held against the largest other gradient.
     """

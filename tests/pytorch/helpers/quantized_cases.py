@@ -1,5 +1,5 @@
-# What the suites of quantized tensors share: a quantizer of every format, what plain_fp8.py says its tensors hold, and
-# comparisons of whole quantized tensors. No test is here.
+# Helpers of the suites of quantized tensors: a quantizer of every format, the values that plain_fp8.py computes for its
+# tensors, and comparisons of whole quantized tensors. No test is here.
 import plain_fp8
 import torch
 from support import assert_same_bits

@@ -1,4 +1,5 @@
-# What the suites run on each of several ranks (ranks.py starts them). A worker returns what its test compares.
+# Worker functions of several suites, which run on each of several ranks (ranks.py starts them). A worker returns what
+# its test compares.
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -1,7 +1,7 @@
 # Runs a function in several processes, on one thread each, and brings back to the CPU what each of them returns: over
 # gloo on the CPU, and with TE_TEST_DEVICE=cuda over NCCL, each rank on a CUDA device of its own. NCCL refuses two ranks
 # on one device; TE_TEST_BACKEND=gloo beside it has gloo carry the CUDA tensors of any number of ranks on the first one.
-# The functions stand in files of their own (..._workers.py): a spawned process has to be able to import them.
+# The functions are in files of their own (..._workers.py): a spawned process has to be able to import them.
 import contextlib
 import datetime
 import faulthandler
@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 
-# Neither uses multicast, which not every machine lets a process have.
+# Disables multicast of both: not every machine allows it to a process.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # Torch's symmetric memory between processes that share a device.
 _ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-# What the server of processes on the CPU imports, once, before it forks them.
+# Modules that the fork server of CPU processes imports once, before it forks them.
 _IMPORTED = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
     "transformer_engine.pytorch",
@@ -52,19 +52,19 @@ def ranks_compare():
 
 
 def making_tensors_here():
-    """Around a worker that says no device: what it makes is on this rank's."""
+    """A context for a worker that names no device: new tensors are made on this rank's device."""
     return contextlib.nullcontext() if here().type == "cpu" else here()
 
 
 def backends(device, shared=None):
-    """Of a process group whose tensors are on `device`, which asks on the CPU what its ranks say."""
+    """The backends of a process group whose tensors are on `device`; on the CPU its ranks compare their calls."""
     shared = share_a_device() if shared is None else shared
     return "gloo" if torch.device(device).type == "cpu" or shared else "cpu:gloo,cuda:nccl"
 
 
 def _gathered_by_gloo(tensor, gather_dim, group, tag=""):
-    """What DTensor and FSDP2 put tensors together by: torch's gloo has no such gather of CUDA tensors, and ends the
-    process (their addresses are read on the host). This one it has."""
+    """The gather of DTensor and FSDP2: torch's gloo has no such gather of CUDA tensors, and ends the process (it reads
+    their addresses on the host). This gather works."""
     name = funcol._resolve_group_name(group, tag)
     group = dist.distributed_c10d._resolve_process_group(name)
     whole = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
@@ -84,13 +84,13 @@ def _main(rank, environment, ranks, folder, worker, args, device, shared):
     global _here
     os.environ.update(environment)  # that of the test: the server's is older
     _here = torch.device("cpu") if device == "cpu" else torch.device(device, 0 if shared else rank)
-    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun says it
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun sets it
     faulthandler.enable()
     torch.set_num_threads(1)
     wait = datetime.timedelta(minutes=5)  # for ranks that wait for each other in vain: not torch's half an hour
     if _here.type == "cuda":
         torch.cuda.set_device(_here)
-        torch.use_deterministic_algorithms(True, warn_only=True)  # what nobody writes is NaN, as in conftest.py
+        torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory is NaN, as in conftest.py
         wait = datetime.timedelta(minutes=2)
         if shared:
             funcol.all_gather_tensor = _gathered_by_gloo
@@ -101,10 +101,10 @@ def _main(rank, environment, ranks, folder, worker, args, device, shared):
         torch.save(worker(rank, *args), Path(folder) / f"result{rank}")
         if _here.type == "cuda":
             torch.cuda.synchronize()
-            dist.all_reduce(torch.zeros(1))  # over gloo: nobody goes while another one's device reads its memory
+            dist.all_reduce(torch.zeros(1))  # over gloo: no rank ends while another one's device reads its memory
             os._exit(0)  # NCCL's communicators are not destroyed before each graph that uses them is
         dist.barrier()
-    except BaseException:  # before the others hear of it
+    except BaseException:  # the file is written before other ranks fail too
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
         if _here.type == "cuda":
             os._exit(1)  # an end in good order would wait for ranks that wait for this one
@@ -120,8 +120,7 @@ def at_most(ranks):
 
 
 def must_have_devices(ranks, shared=None):
-    """Skips a test that wants more ranks than there are CUDA devices for them; says the rest what a rank's environment
-    has."""
+    """Skips a test that needs more ranks than there are CUDA devices; otherwise sets the environment of the ranks."""
     found = torch.cuda.device_count()
     if share_a_device() if shared is None else shared:
         os.environ.update(_ONE_DEVICE)
@@ -151,8 +150,8 @@ def as_peers(worker, *args, ranks=2):
 
 
 def on_ranks(worker, *args, ranks=2, device=None, shared=None):
-    """[worker(rank, *args) of each rank]; what ranks raise is raised here, with their tracebacks. device: cpu or cuda,
-    for workers that know one alone. shared: whether they share one CUDA device, by default as TE_TEST_BACKEND says.
+    """[worker(rank, *args) of each rank]; errors of ranks are raised here, with their tracebacks. device: cpu or cuda,
+    for workers of one kind of device. shared: whether they share one CUDA device, by default from TE_TEST_BACKEND.
     Started again where gloo could not connect the processes of a new group and nothing else went wrong, which happens
     now and then on a machine under load."""
     device = device or here().type
@@ -163,7 +162,7 @@ def on_ranks(worker, *args, ranks=2, device=None, shared=None):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 given = dict(os.environ), ranks, folder, worker, args, device, shared
-                # What all of them import takes longer than what most of them do. A process that has CUDA cannot fork.
+                # Their common imports take longer than most workers. A process that has CUDA cannot fork.
                 how = "spawn" if device == "cuda" else "forkserver"
                 mp.start_processes(_main, args=given, nprocs=ranks, start_method=how)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -181,7 +180,7 @@ class Raised(str):
 
 
 def one_by_one(rank, workers):
-    """What each of them returns, by its name; of one that raises its traceback, which ends the tests of that one."""
+    """{name of a worker: its result}; an error becomes its traceback, which ends the tests of that worker."""
     found = {}
     for worker in workers:
         try:
@@ -192,7 +191,7 @@ def one_by_one(rank, workers):
 
 
 class Found(dict):
-    """What each rank brought, by name."""
+    """The results of each rank, by name."""
 
     def __getitem__(self, name):
         every = super().__getitem__(name)

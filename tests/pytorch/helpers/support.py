@@ -1,5 +1,5 @@
-# What the PyTorch suites share: inputs of every layout, bounds built from unit roundoffs, comparisons that say which
-# element is worst, and checks that an error names its culprit. No op's formula is here: oracles stand in the op's test.
+# Helpers of all PyTorch suites: inputs of every layout, bounds built from unit roundoffs, comparisons that report the
+# worst element, and checks that an error names its cause. No op's formula is here: oracles are in the op's test.
 import contextlib
 import threading
 
@@ -57,7 +57,7 @@ def fp8_sum_error(magnitude, depth, device, fast):
 
     A Hopper tensor core adds 32 products and its accumulator after aligning them to the largest, keeping 13 bits beyond
     its first (DeepSeek-V3's report, section 3.5.2): 33 times 2^-13 of the magnitudes at most. Split accumulation starts
-    anew in float32 every 128 products, 4 such steps; fast accumulation goes on, one step per 32."""
+    again in float32 every 128 products, 4 such steps; fast accumulation goes on, one step per 32."""
     in_float32 = sum_error(magnitude, 2 * depth + 4)
     if device == "cpu":
         return in_float32
@@ -66,7 +66,7 @@ def fp8_sum_error(magnitude, depth, device, fast):
 
 
 def assert_within(actual, reference, bound, what=""):
-    """|actual - reference| <= bound for every element. NaN wants NaN, Inf the same Inf. Reports the worst element."""
+    """|actual - reference| <= bound for every element. NaN must be NaN, Inf the same Inf. Reports the worst element."""
     assert actual.shape == reference.shape, f"{what}: shape {tuple(actual.shape)}, wanted {tuple(reference.shape)}"
     got, want = wide(actual), wide(reference)
     limit = torch.as_tensor(bound, dtype=torch.float64, device=want.device).expand(want.shape)

@@ -11,7 +11,7 @@ from transformer_engine.pytorch import _C
 
 _BUILT = pathlib.Path(__file__).parents[3] / "build" / "test" / "layer"
 
-# What a policy changes by its nature, and so is not asked of it: the test's name, up to its parameters.
+# Checks that a policy changes by its nature are left out under it: the test's name, up to its parameters.
 NOT_ASKED = {
     "tp_comm_in_chunks": {
         "test_bits_of_torch_on_the_cpu": "the plain loop computes",
@@ -33,12 +33,12 @@ NOT_ASKED = {
         "test_weight_gradients_elsewhere": "it takes a product of one matrix apart",
     },
     "recomputed": {
-        "test_only_what_is_wanted": "it says what is kept",
-        "test_packed_pre_activation": "it says what is kept",
-        "test_keeps_norm_input_statistics_norm_output_and_weights": "it says what is kept",
-        "test_recomputing_the_norm_output_gives_the_same_bits": "it says what is kept",
-        "test_never_keeps_the_activation": "it says what is kept",
-        "test_recompute_norm_output_keeps_everything_else": "it says what is kept",
+        "test_only_what_is_wanted": "it checks the saved tensors",
+        "test_packed_pre_activation": "it checks the saved tensors",
+        "test_keeps_norm_input_statistics_norm_output_and_weights": "it checks the saved tensors",
+        "test_recomputing_the_norm_output_gives_the_same_bits": "it checks the saved tensors",
+        "test_never_keeps_the_activation": "it checks the saved tensors",
+        "test_recompute_norm_output_keeps_everything_else": "it checks the saved tensors",
     },
 }
 

@@ -1,4 +1,4 @@
-# What the suites of normalization share: inputs of every kind, float64's norm, bounds. No test is here.
+# Helpers of the suites of normalization: inputs of every kind, float64's norm, bounds. No test is here.
 from dataclasses import dataclass
 
 import pytest

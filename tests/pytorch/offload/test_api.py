@@ -1,4 +1,4 @@
-# What clients of the API rely on beside the calls themselves: what a context and a synchronizer say of where a step is,
+# Other promises of the API that clients rely on: attributes of a context and a synchronizer that show where a step is,
 # the order of arguments, the older module path.
 import warnings
 

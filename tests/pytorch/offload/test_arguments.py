@@ -1,5 +1,5 @@
-# What offload is given by mistake: arguments that are no truth value, no count or no stream, tensors of another layer,
-# an exception where the layer was complete and not ended. Each is named, or gives the right bits.
+# Wrong arguments of offload: values other than truth values, counts or streams, tensors of another layer, an exception
+# where the layer was complete and not ended. Each is named, or gives the right bits.
 import contextlib
 import copy
 

@@ -1,8 +1,8 @@
 # Generated programs under offload: layers of every kind in any order, quantized and marked tensors, views, checkpoints
 # in and around, both schedules, microbatches in flight, evaluations, writes in place, exceptions, partial backwards.
-# What a program computes is what it computes without, to the bit; layers leave and return as guide/offload.md says;
-# nothing is left behind. `--generated=N` runs N programs. Mutants: those that test_steps.py,
-# test_manual.py, test_quantized.py and test_marks.py name.
+# The results equal those without offload, to the bit; layers leave and return as guide/offload.md describes; nothing is
+# left behind. `--generated=N` runs N programs. Mutants: those that test_steps.py, test_manual.py, test_quantized.py and
+# test_marks.py name.
 import warnings
 
 import pytest

@@ -1,5 +1,5 @@
-# Manual synchronization where something is missing: pinned memory, the layer itself, or offload as a whole. A call
-# either does what it says, or nothing because nothing left, or names what is wrong.
+# Manual synchronization where something is missing: pinned memory, the layer itself, or offload as a whole. A call does
+# its work, or does nothing because nothing left, or raises an error that names the cause.
 import pickle
 import threading
 

@@ -1,4 +1,4 @@
-# Device memory under offload: it falls by what is predicted, stays so, and a buffer's small pieces hold nothing back.
+# Device memory under offload: it falls by the predicted bytes, stays so, and small pieces of a buffer keep no memory.
 import gc
 
 import pytest

@@ -1,5 +1,5 @@
-# Peak memory under the default schedule is what its definition says, to the byte where the layers are of known size:
-# layers on the device, a layer's own work, and gradients between layers.
+# Peak memory under the default schedule equals its definition, to the byte where the layers are of known size: layers
+# on the device, a layer's own work, and gradients between layers.
 import pytest
 import torch
 from support import randn

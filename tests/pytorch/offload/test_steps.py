@@ -1,5 +1,5 @@
-# Which layer is the first one of a step: whatever ended the forward before it, layers are numbered right, or a warning
-# says why they may not be.
+# The first layer of a step: layers are numbered right however the earlier forward ended, or a warning gives the reason
+# why they may not be.
 import copy
 import gc
 import pickle

@@ -1,4 +1,4 @@
-"""What the optimizers' suites share: the oracle of a step, parameters with gradients, comparisons of optimizers."""
+"""Helpers of the optimizers' suites: the oracle of a step, parameters with gradients, comparisons of optimizers."""
 
 import torch
 from support import U32, assert_same_bits, randn, rounding
@@ -15,7 +15,7 @@ def adam_oracle(g, p, m, v, *, lr, beta1, beta2, eps, weight_decay, step, decoup
     """((p, m, v), (their bounds)) in float64: float32 arithmetic with one rounding for each operation and constant.
 
     g: 3 u of its two terms in L2 mode. m: 4 u of its two. v: 5 u, and g's error twice. u: m's error through the
-    quotient, 10 u and half of v's of the quotient. p: lr, decay and its product 4 u of what is subtracted, 2 u of p."""
+    quotient, 10 u and half of v's of the quotient. p: lr, decay and its product 4 u of the update, 2 u of p."""
     u, g_error = U32, 0.0
     if not decoupled:
         g, g_error = g + weight_decay * p, 3 * u * (g.abs() + (weight_decay * p).abs())
@@ -34,7 +34,7 @@ def adam_oracle(g, p, m, v, *, lr, beta1, beta2, eps, weight_decay, step, decoup
 
 
 def kept_error(magnitude, dtype, second=False):
-    """What keeping a state in dtype may change: one rounding; for scaled ones 4 more of float32, by the scale. second:
+    """The error of keeping a state in dtype: one rounding; for scaled ones 4 more of float32, by the scale. second:
     moments that are raised to the format's least, two of its smallest roundings."""
     if dtype not in SCALED or not magnitude.numel():
         return rounding(magnitude, dtype if dtype not in SCALED else torch.float32)
@@ -50,7 +50,7 @@ def parameters(device, dtype=torch.float32, sizes=SIZES, seed=0):
 
 
 def give_grads(params, step=0, scale=1.0):
-    """The same gradients for the same step, whoever asks."""
+    """The same gradients for the same step, for any parameters of these shapes."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         grad = torch.randn(p.shape, generator=generator) * scale
@@ -58,7 +58,7 @@ def give_grads(params, step=0, scale=1.0):
 
 
 def trained(params, steps=3, first=0, **options):
-    """An optimizer with so many steps behind it."""
+    """An optimizer after so many steps."""
     optimizer = FusedAdam(params, **options)
     more_steps(optimizer, steps, first)
     return optimizer

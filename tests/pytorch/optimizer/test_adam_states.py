@@ -136,7 +136,7 @@ def test_values_that_were_read_come_back(device, name):
 
 @pytest.mark.parametrize("name", ("float16", "fp8"))
 def test_a_nan_takes_no_other_value_along(device, name):
-    """A step makes a scale of what is no NaN, and so does what reads a state."""
+    """A step computes a scale from the values that are not NaN, and so does reading a state."""
     (p,) = params = parameters(device, sizes=(300,))
     first = FusedAdam(params, **FORMATS[name])
     give_grads(params)
@@ -178,7 +178,7 @@ def test_bytes_are_values_by_a_scale_of_1(device):
 
 
 def test_a_state_of_another_kind_is_stepped(device):
-    """What a step had made of the states that there were is forgotten."""
+    """The step discards its cached checks of the earlier states."""
     (p,) = parameters(device, dtype=torch.bfloat16, sizes=(500,))
     optimizer = FusedAdam([p], master_weights=True, store_param_remainders=True)
     more_steps(optimizer, 1)

@@ -29,7 +29,7 @@ def anywhere(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_is_what_is_not_capturable(device, name):
+def test_equals_an_optimizer_that_is_not_capturable(device, name):
     a, b = (
         trained(parameters(device, torch.bfloat16), 4, **OPTIONS, **FORMS[name], capturable=c) for c in (True, False)
     )
@@ -141,7 +141,7 @@ def test_decoupled_gradients_and_a_scaler(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMS)
 def test_captured_steps_are_eager_ones(name):
-    """lr and flag are read at each replay; gradients lie where they lay."""
+    """lr and flag are read at each replay; gradients keep their memory."""
     ours, theirs = (
         trained(parameters("cuda", torch.bfloat16), 1, **OPTIONS, **FORMS[name], capturable=True) for _ in range(2)
     )

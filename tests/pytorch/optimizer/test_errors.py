@@ -1,4 +1,4 @@
-"""What FusedAdam refuses, with weights, states and step as before: gradients and states it cannot read, options that
+"""Errors of FusedAdam, with weights, states and step as before: gradients and states it cannot read, options that
 exclude each other, capturable on the CPU, memory that overlaps."""
 
 import pytest
@@ -294,7 +294,7 @@ def test_initialize_state_with_remainders(device):
     with refused(ValueError, "initialize_state", "store_param_remainders", "was made"):
         FusedAdam([p], **MASTERS).initialize_state(p, store_param_remainders=True)
     optimizer = FusedAdam([p], **MASTERS, store_param_remainders=True)
-    optimizer.initialize_state(p, store_param_remainders=True)  # a float32 weight has none, whoever asks
+    optimizer.initialize_state(p, store_param_remainders=True)  # a float32 weight has no remainders in any case
     assert optimizer.state[p]["master_param"].dtype is torch.float32
 
 

@@ -25,14 +25,14 @@ def dtype_of(kind):
 
 
 def rotated(saved):
-    """Each parameter has the state of the one behind it."""
+    """Each parameter has the state of the next one."""
     keys = list(saved["state"])
     return {**saved, "state": dict(zip(keys, [saved["state"][k] for k in keys[1:] + keys[:1]]))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exchanged_states(device, kind):
-    """A cycle of three, and the steps behind it: with masters a step writes what they hold."""
+    """A cycle of three, and the steps after it: with masters a step writes their values."""
     params = parameters(device, dtype_of(kind), sizes=(40, 40, 40))
     optimizer = trained(params, **KINDS[kind])
     wanted = rotated(copy.deepcopy(optimizer.state_dict()))
@@ -68,13 +68,13 @@ VIEWS = {
     "of one storage": lambda s: dict(enumerate({n: t.flip(0) for n, t in s[i].items()} for i in (1, 0))),
     "the same one twice": lambda s: {0: s[1], 1: s[1]},
     "second moments as first": lambda s: {i: dict(zip(s[i], reversed(s[i].values()))) for i in s},
-    "the other's rows": lambda s: {i: {n: t.view(6, 6).t() for n, t in s[1 - i].items()} for i in s},
+    "rows of the other state": lambda s: {i: {n: t.view(6, 6).t() for n, t in s[1 - i].items()} for i in s},
 }
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_of_states(device, name):
-    shape = (6, 6) if name == "the other's rows" else (36,)
+    shape = (6, 6) if name == "rows of the other state" else (36,)
     params = [torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(2)]
     optimizer = trained(params)
     saved = optimizer.state_dict()
@@ -90,7 +90,7 @@ def test_views_of_states(device, name):
 
 
 def test_states_that_stay_where_they_are_are_not_copied(device, monkeypatch):
-    """What is loaded into its own memory costs no clone."""
+    """A state that is loaded into its own memory costs no clone."""
     optimizer = trained(parameters(device, sizes=(20, 20)))
     before = everything(optimizer)
     monkeypatch.setattr(torch.Tensor, "clone", None)

@@ -204,7 +204,7 @@ def test_parameters_without_a_gradient_stay(device):
 
 
 def test_parameters_and_states_that_change_hands(device):
-    """What a step has sorted and looked at is looked at again when it is another object."""
+    """A step caches its checks of objects, and checks another object again."""
     a, b = trained(parameters(device), 1), trained(parameters(device), 1)
     params = list(a.param_groups[0]["params"])
     for p in params:
@@ -320,7 +320,7 @@ def test_gradscaler_skips_and_unscales(device):
 
 
 def test_versions_move(device):
-    """A backward that saved a weight notices the step."""
+    """A backward that saved a weight detects the step."""
     x, w = randn(3, 3, device=device, requires_grad=True), torch.nn.Parameter(randn(3, 3, device=device))
     y = (x @ w).sum()
     w.grad = torch.ones_like(w)

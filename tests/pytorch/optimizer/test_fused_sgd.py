@@ -48,7 +48,7 @@ def test_decay_after_momentum(device):
 
 
 def test_a_parameter_that_joins_later(device):
-    """Its first step is a first run, whatever the others of its group have behind them."""
+    """Its first step is a first run, however many steps the others of its group have done."""
     a, b = parameters(device, sizes=(9, 9)), parameters(device, sizes=(9, 9))
     together, alone = FusedSGD(a, lr=0.1, momentum=0.9, dampening=0.5), []
     alone = [FusedSGD([p], lr=0.1, momentum=0.9, dampening=0.5) for p in b]
@@ -93,7 +93,7 @@ def test_gradients_that_lie_otherwise(device):
     optimizer.zero_grad()
     assert p.grad is None
     p.grad, before = torch.full((1, 1), 0.5, device=device).expand(3, 2), p.detach().clone()
-    optimizer.step()  # fewer elements in memory than it has: that is no freed storage
+    optimizer.step()  # memory of fewer elements than the shape has is not a freed storage
     assert_same_bits(p, before - 0.5)
 
 
@@ -158,7 +158,7 @@ def test_bad_buffers_change_nothing(device, words, buffer):
 
 
 def test_memory_that_overlaps(device):
-    """In one group and in two; one gradient of two parameters is none of it, and neighbours are not."""
+    """In one group and in two; one gradient of two parameters is allowed, and so are neighbours."""
     whole = torch.randn(20, device=device)
     for groups in (lambda p: p, lambda p: [{"params": [q]} for q in p]):
         params, before = [torch.nn.Parameter(whole[:12]), torch.nn.Parameter(whole[8:])], whole.clone()
@@ -185,8 +185,8 @@ def test_quantized_weights_are_refused(device):
         FusedSGD(layer.parameters(), lr=0.1).step()
 
 
-def test_buffers_that_lie_as_gradients_did(device):
-    """torch.optim.SGD's momentum lies as its gradient; the parameter is transposed."""
+def test_buffers_have_the_layout_of_gradients(device):
+    """torch.optim.SGD's momentum has the layout of its gradient; the parameter is transposed."""
     weights = [torch.nn.Parameter(torch.randn(5, 6, device=device).t()) for _ in range(2)]
     weights[1].data.copy_(weights[0].data)
     grads = [torch.randn(6, 5, device=device) for _ in range(2)]

@@ -80,7 +80,7 @@ def test_fp8_weights_are_written_in_the_pass(device):
         assert amax.item() == masters[0].abs().max().item() and scale_inv.item() == float(torch.tensor(1.0) / 3)
 
 
-def test_what_lies_on_the_device_changes_no_bit(device):
+def test_arguments_on_the_device_change_no_bit(device):
     given = lists(device, 5000)
     other = copies(*given)
     functional.optimizer_adam(*given, **OPTIONS)
@@ -238,7 +238,7 @@ def test_one_bad_dtype_among_many_changes_nothing(device):
     good, bad = lists(device, 8), lists(device, 8, param=torch.bfloat16)
     masters = [torch.zeros(8, dtype=torch.int16, device=device)] * 2
     before = copies(*good)
-    with refused(ValueError, "bfloat16"):  # remainders are bfloat16 weights'
+    with refused(ValueError, "bfloat16"):  # only bfloat16 weights have remainders
         functional.optimizer_adam(
             *(a + b for a, b in zip(bad, good, strict=True)), [masters[0], masters[1].clone()], **OPTIONS
         )
@@ -346,7 +346,7 @@ def test_more_than_2_to_31_elements():
 
 
 @pytest.mark.gpu
-def test_a_captured_step_reads_what_lies_on_the_device():
+def test_a_captured_step_reads_arguments_on_the_device():
     given, other = lists("cuda", 5000), lists("cuda", 5000)
     lr, step = torch.tensor(1e-2, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     noop = torch.zeros(1, device="cuda")

@@ -64,7 +64,7 @@ def test_scale(device, dtype, into, on_device):
 
 
 @pytest.mark.parametrize("bad", (torch.inf, -torch.inf, torch.nan, 3e38))
-def test_scale_says_what_is_not_finite(device, bad):
+def test_scale_reports_values_that_are_not_finite(device, bad):
     tensors = [torch.ones(n, device=device) for n in (3, 5000, 1)]
     tensors[1][4999] = bad
     flag = torch.zeros(1, device=device)
@@ -105,7 +105,7 @@ def test_l2norm_of_mixed_dtypes_of_many_and_of_none(device):
 
 
 @pytest.mark.parametrize("bad", (torch.inf, torch.nan))
-def test_l2norm_says_what_is_not_finite(device, bad):
+def test_l2norm_reports_values_that_are_not_finite(device, bad):
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [torch.ones(3, device=device), torch.tensor([bad, 1.0], device=device)]
     assert not functional.optimizer_l2norm(tensors, noop=flag)[0].isfinite()

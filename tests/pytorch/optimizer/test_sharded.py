@@ -20,7 +20,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_trains_as_one_process_does(ranks, name):
-    """Gradients of halves are rounded before they are added, and Adam makes steps of what is nothing but rounding (the
+    """Gradients of halves are rounded before they are added, and Adam makes full steps of pure rounding errors (the
     gradient of a key's bias): the sharded weights are where those of one process are, within a tenth of the way there.
     """
     module = fresh(FAMILY)

@@ -32,7 +32,7 @@ def run(device, dtype, steps=50, **options):
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("dtype", LEAST)
 def test_no_step_is_longer_than_a_few_lr(device, dtype, masters):
-    """Beside float32's, whose longest is the first steps'. Before: up to sqrt(least) / eps."""
+    """Compared with float32, whose longest steps are the first ones. Without the least: up to sqrt(least) / eps."""
     options = {"exp_avg_dtype": dtype, "master_weights": masters}
     longest, optimizer, p = run(device, dtype, **options)
     assert longest < 10

@@ -163,7 +163,8 @@ def test_the_other_kind_of_decay(device):
 
 
 def test_sgd_goes_on_in_either(device):
-    """FusedSGD's dict is torch's. The same steps behind it, to a rounding."""
+    """FusedSGD's dict has torch's form: either optimizer continues from either dict with the same steps, to a
+    rounding."""
     ours, theirs = twins(device)
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     torchs, fused = torch.optim.SGD(theirs, **options), FusedSGD(ours, **options)

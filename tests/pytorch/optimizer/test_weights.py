@@ -68,7 +68,7 @@ def test_delayed_weights_are_written_in_the_pass(device, fp8_dtype, rows):
     assert weight.get_usages() == {"rowwise": True, "columnwise": rows is not None}
 
 
-def test_a_backward_notices_the_step(device):
+def test_a_backward_detects_the_step(device):
     weight = weight_of(delayed(device=device), device, torch.float32)
     optimizer = FusedAdam([weight], **OPTIONS)
     x = randn(3, SHAPE[1], device=device, requires_grad=True)
@@ -120,7 +120,7 @@ def test_trains_to_the_bits_of_weights_quantized_at_each_forward(device, recipe)
 
 
 def test_trains_by_the_rule_of_delayed_scaling(device):
-    """As a model whose weights somebody else steps and writes: the same losses, bytes, scales and histories."""
+    """Equals a model whose weights are stepped as masters and written back: losses, bytes, scales and histories."""
 
     def recipe():
         return DelayedScaling(amax_history_len=3)
@@ -216,7 +216,7 @@ def test_models_that_begin_on_meta(device):
 
 
 def test_weights_with_a_pitch(device):
-    """FP8 rows lie on 16 bytes: 5 x 3 has gaps, which stay zero."""
+    """FP8 rows are aligned to 16 bytes: 5 x 3 has gaps, which stay zero."""
     quantizer = delayed(device=device, scale=1.0)
     weight = torch.nn.Parameter(quantizer(torch.ones(5, 3, device=device)))
     whole = weight._data.as_strided((5, weight._data.stride(0)), (weight._data.stride(0), 1))
@@ -237,7 +237,7 @@ def test_gradients_in_float32_of_bfloat16_weights(device):
 
 @pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
 def test_a_weight_loaded_near_its_init_values_is_not_put_back(device, recipe):
-    """A checkpoint of an early step lies within rounding of the format of what was kept, and is another weight."""
+    """A checkpoint of an early step differs from the kept values by less than the format's rounding: another weight."""
     with te.quantized_model_init(True, recipe(), preserve_high_precision_init_val=True):
         modules = [te.Linear(128, 128, device=device, bias=False) for _ in range(2)]
     for module, factor in zip(modules, (0.97, None)):

@@ -1,4 +1,5 @@
-# What the suites of optimizers run on each of two ranks (ranks.py starts them): FSDP2 around plain, quantized weights.
+# The worker functions of optimizers' suites, which run on each of two ranks (ranks.py starts them): FSDP2 around plain
+# and quantized weights.
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_workers import batch_of, fresh, whole

@@ -1,5 +1,5 @@
-# normalization and PyTorch around it: opcheck, compile, autocast, what is saved, gradients that nobody wants, threads.
-# Its values are test_normalization.py's.
+# normalization in PyTorch's contexts: opcheck, compile, autocast, saved tensors, unwanted gradients, threads.
+# test_normalization.py checks its values.
 import itertools
 
 import pytest
@@ -38,7 +38,7 @@ def test_compiled_bits_equal_eager(rms, residual, device):
         return normalization(x, gamma, beta, rms=rms, eps=EPS, residual=residual)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
-    stances = ("default", "fail_on_recompile")  # the second shape must fit the first one's graph
+    stances = ("default", "fail_on_recompile")  # the second shape must fit the graph of the first
     for shape, stance in zip(((3, 10), (5, 28)), stances, strict=True):
         i = draw(shape, torch.float32, device, rms=rms, residual=residual)
         dy, dh = randn(*shape, device=device), randn(*shape, device=device)
@@ -139,7 +139,7 @@ def test_what_is_saved(rms, residual, device):
 
 
 @BOTH
-def test_gradients_nobody_wants_change_no_others(rms, device):
+def test_unwanted_gradients_change_no_others(rms, device):
     i = draw((5, 24), torch.float32, device, rms=rms, residual=True)
     dy, dh = randn(5, 24, device=device), randn(5, 24, device=device)
     want = dict(zip(("x", "residual", "gamma", "beta"), i.gradients(dy, dh), strict=False))
@@ -172,7 +172,7 @@ def test_a_gradient_at_one_output_alone(rms, device):
         assert_within(got, wide(want), 0.0)
 
 
-def test_what_hooks_unpack_is_what_backward_reads(device):
+def test_backward_reads_the_tensors_that_hooks_unpack(device):
     i, other = (draw((3, 10), torch.float32, device, rms=True) for _ in range(2))
     dy = randn(3, 10, device=device)
     swap = {i.x.data_ptr(): other.x.detach(), i.gamma.data_ptr(): other.gamma.detach()}

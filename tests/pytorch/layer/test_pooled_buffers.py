@@ -1,7 +1,7 @@
-# Memory on lease below unchanged layers (tests/layer/borrowed.cpp; one process): what a call has gathered goes back
-# with that call, and what would outlive it is refused at its door. "shared" is the mutant kept as a test: what is there
-# without leases. By hand: a SaveContext, a node or weight_gradient() (csrc/layer/backward.cpp) that lets such a tensor
-# pass, a first slot that is taken without a look at `leased` (comm_buffer_pool.cpp), turn these red.
+# Pooled buffers below unchanged layers (tests/layer/borrowed.cpp; one process): a gathered tensor returns to the pool
+# with its call, and a use that would outlive the call is refused. "shared" is the mutant kept as a test: one buffer for
+# all layers, without the pool. By hand: a SaveContext, a node or weight_gradient() (csrc/layer/backward.cpp) that lets
+# such a tensor pass, a first slot that is taken without a look at `leased` (comm_buffer_pool.cpp), turn these red.
 import contextlib
 
 import pytest
@@ -43,7 +43,7 @@ def stack(device):
 
 
 def interleaved(module, xs):
-    """Layer by layer, one microbatch behind the other; the backwards in reverse."""
+    """Layer by layer, one microbatch after the other; the backwards in reverse."""
     module.zero_grad()
     leaves = [x.clone().requires_grad_() for x in xs]
     results = list(leaves)
@@ -64,7 +64,7 @@ def test_stacked_layers(device):
         for a, b in zip(one, other, strict=True):
             assert_same_bits(a, b)
     assert leased() == 0 and _C.comm_buffer_usage("tests")[1] == 1
-    with borrowed("shared"):  # outputs right, weight gradients wrong, and not a word
+    with borrowed("shared"):  # outputs are right, weight gradients wrong, and no error is raised
         outputs, _, gradients = interleaved(module, xs)
     for a, b in zip(outputs, plain[0], strict=True):
         assert_same_bits(a, b)
@@ -79,7 +79,7 @@ def test_stacked_layers(device):
         ("stored", ("weight gradient: ",)),
     ],
 )
-def test_doors(mode, words, device):
+def test_uses_that_outlive_the_call_are_refused(mode, words, device):
     module = te.Linear(32, 32, device=device, fuse_wgrad_accumulation=mode == "stored")
     if mode == "stored":
         module.weight.main_grad = torch.zeros(32, 32, device=device)
