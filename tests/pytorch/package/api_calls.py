@@ -1,5 +1,5 @@
-# How compatibility.py tries functions and classes that are no modules: a small call of each, and one for each of its
-# arguments that is refused. Everything runs on the CPU.
+# Calls by which compatibility.py tries functions and classes other than modules: a small call of each, and one for each
+# of its arguments that is refused. Everything runs on the CPU.
 import contextlib
 import importlib
 import inspect
@@ -169,7 +169,7 @@ def a_step_in(context, around=None):
 _ADAM, _ONE = (1e-3, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0), torch.ones(1)
 _ON_DEVICE = (_ONE, 0.9, 0.99, 1e-8, _ONE.int(), 1, 1, 0.0, _ONE)
 
-# Function -> (its lists: a letter for each one's dtype, what follows them).
+# Function -> (its lists: a letter for the dtype of each list, the arguments after them).
 MULTI_TENSOR = {
     "scale": ("ff", (2.0,)),
     "scale_tensor": ("ff", (_ONE,)),
@@ -200,11 +200,11 @@ def stepped(cls, **options):
     assert (weight < 1).all()
 
 
-# ---- functions and classes that are no modules: name -> a call ----
+# ---- functions and classes other than modules: name -> a call ----
 
 
 def next_calls():
-    """Name -> what a client does with it (client_names.py)."""
+    """Name -> the client's use of it (client_names.py)."""
     found = {}
     for (path, name), call in NEXT.items():
         found[name] = lambda path=path, name=name, call=call: call(getattr(importlib.import_module(path), name))
@@ -339,7 +339,7 @@ CALLS = {
     },
 }
 
-# What of a working name is refused: name -> {argument: a call with it}.
+# The refused arguments of a working name: name -> {argument: a call with it}.
 REFUSED = {
     "FusedAdam": {"amsgrad=True": lambda: stepped(optimizers.FusedAdam, amsgrad=True)},
     "MXFP8BlockScaling": {"at use": lambda: a_step_in(te.autocast(recipe=recipe.MXFP8BlockScaling()))},

@@ -94,7 +94,7 @@ def table(name, function, meanings, known):
         if parameter.name == "self":
             continue
         meaning = OF.get((name, parameter.name), meanings.get(parameter.name))
-        assert meaning, f"{name}: nothing says what '{parameter.name}' means: give it a line in api_meanings.py"
+        assert meaning, f"{name}: no meaning of '{parameter.name}' is given: give it a line in api_meanings.py"
         missing = known.get(parameter.name)
         here = "works" if not missing else f"raises ({missing})".replace("|", "\\|")
         lines.append("| " + " | ".join((*shown(parameter), meaning.replace("|", "\\|"), here)) + " |")
@@ -172,7 +172,7 @@ def pages():
     index += [
         f"- [{page}]({page}.md): " + ", ".join(f"`{name}`" for name in names) for page, (_, names) in CLASSES.items()
     ]
-    heads = "What works, raises and is not there, by name: [compatibility](../compatibility.md).\n"
+    heads = "The names that work, raise an error or are missing: [compatibility](../compatibility.md).\n"
     made["README.md"] = "\n".join(["# API\n", MADE, heads, *index, ""])
     return made
 

@@ -1,5 +1,5 @@
-# How compatibility.py tries modules: a small instance of each, and for each parameter values other than its default,
-# with what has to go with them. Everything runs on the CPU.
+# Samples by which compatibility.py tries modules: a small instance of each, and for each parameter values other than
+# its default, together with the other arguments that they need. Everything runs on the CPU.
 import torch
 import torch.distributed as dist
 
@@ -87,7 +87,7 @@ def arguments(name, *values, init=None, **beside):
 
 
 def masked(kind, mask_name="attn_mask_type", tensor="attention_mask"):
-    """What a call with this mask needs."""
+    """The arguments that a call with this mask needs."""
     if kind == "arbitrary":
         return {mask_name: kind, tensor: torch.zeros(1, 1, SEQ, SEQ, dtype=torch.bool)}
     if "padding" in kind:

@@ -33,7 +33,7 @@ def site(venv):
 
 
 def install_torch(where, version="2.11.0"):
-    """What cmake/find_torch.py looks at of an installed PyTorch, in a folder of the path."""
+    """The files of an installed PyTorch that cmake/find_torch.py reads, in a folder of the path."""
     torch = where / "torch"
     for name in ("__init__.py", "include/torch/library.h", "include/torch/csrc/api/include/torch/version.h", LIBRARY):
         (torch / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def install_torch(where, version="2.11.0"):
 
 
 def requirements(folder):
-    """What a frontend installs for the build: scikit-build-core and what that needs, and no torch."""
+    """The packages that a frontend installs for the build: scikit-build-core and its requirements, and no torch."""
     folder.mkdir(parents=True)
     for name in ("scikit_build_core", "packaging", "pathspec", "exceptiongroup", "tomli"):
         for path in sysconfig.get_path("purelib"), sysconfig.get_path("platlib"):

@@ -196,7 +196,7 @@ def asked_for_flash(utils):
 
 
 def watched(manager):
-    """What a graph's owner reads and puts back."""
+    """The attributes that an owner of a graph reads and restores."""
     state = manager.quantization_state
     assert not state.fp8_enabled and state.fp8_recipe is None and state.autocast_depth == 0
     assert not state.is_first_fp8_module and not state.fp8_parameters and not state.fp8_calibration
@@ -259,7 +259,7 @@ def holds(name, words):
 _SIZES = {"Linear": (8, 8), "LayerNormLinear": (8, 8), "LayerNormMLP": (8, 16), "GroupedLinear": (2, 8, 8)}
 _DPA, _JIT = f"{TE}.attention.dot_product_attention", f"{TE}.jit"
 
-# (module, name) -> what is done next with what is found there.
+# (module, name) -> the next use of the object that is imported from there.
 NEXT = {
     **{
         (f"{TE}.module", name): functools.partial(lambda cls, sizes: made(cls, *sizes), sizes=_SIZES.get(name, (8,)))

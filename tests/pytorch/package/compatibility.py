@@ -38,9 +38,9 @@ hint to a kernel, a label) works.
 
 
 def reason(error):
-    """What is missing, in the words of the error: '... but FP8 is not available in this version; ...' -> FP8."""
+    """The missing capability that an error names: '... but FP8 is not available in this version; ...' -> FP8."""
     found = re.search(r"(?:.*, but |.*?: )(.+?),?(?: which)? (?:is|are) not available in this version", str(error))
-    assert found, f"a refusal that does not say what is missing: {error}"
+    assert found, f"a refusal that does not name the missing capability: {error}"
     return re.sub(r"^argument '\w+' is ", "", found[1])
 
 
@@ -92,7 +92,7 @@ def import_outcome(module, name):
         return outcome(lambda: run(name), name)
     if (inspect.ismodule(target) and name not in CALLS) or not callable(target) or is_enum(target):
         return WORKS
-    assert name in CALLS, f"nobody calls {module}.{name}: give it a line in api_calls.CALLS"
+    assert name in CALLS, f"no test calls {module}.{name}: give it a line in api_calls.CALLS"
     found = outcome(CALLS[name], name)
     if found == WORKS and name in REFUSED:
         tried = {argument: outcome(call, "") for argument, call in REFUSED[name].items()}
@@ -105,7 +105,7 @@ def is_enum(target):
 
 
 def run(cls, init=None, call=None, positional=None, inputs=None):
-    """One small step of a module: built, called, and differentiated where something wants it."""
+    """One small step of a module: built, called, and differentiated if an output requires a gradient."""
     torch.manual_seed(0)
     arguments, options, sample = SAMPLES[cls]
     module = getattr(importlib.import_module(TE), cls)(
@@ -183,7 +183,7 @@ def probes_of(cls, name, which):
 
 
 def lines_of(outcomes):
-    """Bullets: what works, what raises (by what is missing), what is not there."""
+    """Bullets: names that work, names that raise (by the missing capability), missing names."""
     groups = {}
     for name, found in outcomes.items():
         partly = isinstance(found, Partly)

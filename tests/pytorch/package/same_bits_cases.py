@@ -1,5 +1,5 @@
-# What same_bits.py runs: every module with each of its options alone, by every dtype, recipe and way of calling, and a
-# seeded cover of all pairs of options. Names and plain data; nothing is built here and no package is imported.
+# The cases of same_bits.py: every module with each of its options alone, by every dtype, recipe and way of calling, and
+# a seeded cover of all pairs of options. Names and plain data; nothing is built here and no package is imported.
 import itertools
 import random
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-# What same_bits.py compares: hashes of tensors, of whatever else a call leaves, and of what saved-tensor hooks see.
+# The hashes that same_bits.py compares: of tensors, of other results of a call, and of tensors in saved-tensor hooks.
 import hashlib
 import io
 
@@ -46,7 +46,7 @@ def told(value):
 
 
 class Saved:
-    """What saved-tensor hooks see, in order, each with its storage's number and size."""
+    """The tensors that saved-tensor hooks see, in order, each with its storage's number and size."""
 
     def __init__(self):
         self.entries, self.storages, self._alive = [], {}, []

@@ -1,5 +1,5 @@
 # The child of same_bits.py: runs cases with the package of one folder and writes a line of JSON before and after each.
-# What a case leaves (outputs, gradients, what saved-tensor hooks see, state) becomes hashes; it compares nothing.
+# The results of a case (outputs, gradients, tensors in saved-tensor hooks, state) become hashes; it compares nothing.
 import argparse
 import contextlib
 import json
@@ -357,7 +357,7 @@ def main():
             f"same_bits: imported {te.__file__}, wanted the package in {folder}; does it hold transformer_engine/?"
         )
     warnings.simplefilter("ignore")
-    # what nobody has written is NaN then, so that it shows
+    # memory that is not written is NaN then, so that a read of it shows
     torch.use_deterministic_algorithms(True, warn_only=True)
     part, parts = map(int, options.part.split("/"))
     cases = chosen(options.only)[part::parts]
@@ -366,7 +366,7 @@ def main():
     cases = cases[::-1] if options.backwards else cases
     for case in cases[options.skip :]:
         print(json.dumps({"case": case.name}), flush=True)
-        signal.alarm(CASE_S)  # ends the process; same_bits.py starts another behind this case
+        signal.alarm(CASE_S)  # ends the process; same_bits.py starts another after this case
         print(json.dumps({"case": case.name, "results": run(case, options.device, folder)}), flush=True)
 
 

@@ -1,5 +1,5 @@
-# docs/reference/api is what api_pages.py makes of the library, and no more. Mutants: another default, a new argument
-# without a meaning, or a docstring that a page does not have turn these red.
+# docs/reference/api has exactly the pages that api_pages.py makes of the library. Mutants: another default, a new
+# argument without a meaning, or a docstring that a page does not have turn these red.
 import inspect
 
 import pytest
@@ -13,7 +13,7 @@ PAGES = pages()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_what_is_found(page):
+def test_a_page_is_up_to_date(page):
     path = DOCS / "api" / page
     assert path.exists() and path.read_text() == PAGES[page], "run `bash qa/regenerate.sh`"
 

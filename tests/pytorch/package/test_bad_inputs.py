@@ -1,5 +1,5 @@
-# What is no tensor, angles that end before the sequence, and an input in the other layout where sizes prove it: named
-# with op, argument, got, wanted and the fix, and the module works on as before.
+# Inputs other than tensors, angles that end before the sequence, and an input in the other layout where sizes prove it:
+# named with op, argument, got, wanted and the fix, and the module works on as before.
 import numpy
 import pytest
 import torch
@@ -40,12 +40,12 @@ def angles(device, positions):
     return te.RotaryPositionEmbedding(HEAD).to(device)(positions)
 
 
-# ---- what is no tensor ----
+# ---- inputs other than tensors ----
 
 
 @pytest.mark.parametrize("kind", NO_TENSORS)
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_no_tensor(name, kind, device):
+def test_inputs_other_than_tensors(name, kind, device):
     module, x = MODULES[name](device), tokens(device)
     before = module(x)
     argument = "hidden_states" if name in ("MultiheadAttention", "TransformerLayer") else "inp"
@@ -69,7 +69,7 @@ def test_a_last_dimension_that_does_not_fit_leaves_histories_alone(kind, device)
         assert_same_bits(history, was)
 
 
-def test_what_is_no_tensor_leaves_scales_alone(device):
+def test_inputs_other_than_tensors_leave_scales_alone(device):
     module, x = te.LayerNormMLP(HIDDEN, 32, device=device), tokens(device)
     with te.autocast():
         module(x)
@@ -80,7 +80,7 @@ def test_what_is_no_tensor_leaves_scales_alone(device):
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_attention_of_what_is_no_tensor(position, device):
+def test_attention_inputs_other_than_tensors(position, device):
     module = te.DotProductAttention(HEADS, HEAD)
     heads = [randn(SEQ, BATCH, HEADS, HEAD, device=device) for _ in range(3)]
     before = module(*heads)
@@ -105,7 +105,7 @@ def test_beside_the_input(device):
         module(x, mask, self_attn_mask_type="padding")
 
 
-def test_rotations_of_what_is_no_tensor(device):
+def test_rotation_inputs_other_than_tensors(device):
     t, freqs = randn(SEQ, BATCH, HEADS, HEAD, device=device), angles(device, SEQ)
     for fused in (False, True):
         with refused(TypeError, "apply_rotary_pos_emb: argument 't' is a numpy.ndarray"):
@@ -180,7 +180,7 @@ FORMATS = {"sbhd": ("batch", "bshd"), "bshd": ("sequence", "sbhd")}
 
 
 def proofs(device):
-    """What is passed beside an input of (SEQ, BATCH) tokens and fits no other: name of the argument -> keywords."""
+    """Arguments beside an input of (SEQ, BATCH) tokens that fit no other layout: name of the argument -> keywords."""
     padding = torch.zeros(BATCH, 1, 1, SEQ, dtype=torch.bool, device=device)
     lengths = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
     square = torch.zeros(BATCH, 1, SEQ, SEQ, device=device)
@@ -237,7 +237,7 @@ def test_declared_sizes(layout, device):
     square(tokens(device, SEQ, SEQ))
 
 
-def test_a_mask_that_fits_neither_says_what_it_is(device):
+def test_a_mask_that_fits_neither_is_described(device):
     mask = torch.zeros(BATCH, 1, 1, SEQ + 1, dtype=torch.bool, device=device)
     with pytest.raises(ValueError, match="True where padded") as caught:
         layer(device)(tokens(device), mask, self_attn_mask_type="padding")
@@ -248,7 +248,7 @@ def test_a_mask_that_fits_neither_says_what_it_is(device):
 
 
 def functions():
-    """name -> (call with what is no tensor, the argument)."""
+    """name -> (call with an argument that is not a tensor, the argument)."""
     from transformer_engine.pytorch import cpp_extensions, distributed
 
     x, y = numpy.ones((4, 8), numpy.float32), torch.ones(4, 8)
@@ -271,13 +271,13 @@ def functions():
 
 
 @pytest.mark.parametrize("name", functions())
-def test_functions_of_what_is_no_tensor(name):
+def test_function_inputs_other_than_tensors(name):
     call, argument = functions()[name]
     with refused(TypeError, f"{name}: argument '{argument}' is a numpy.ndarray", "torch.from_numpy"):
         call()
 
 
-def test_what_is_no_function():
+def test_arguments_other_than_functions():
     with refused(TypeError, "checkpoint: argument 'function' is a Tensor", "its arguments follow it"):
         te.checkpoint(torch.ones(2), te.Linear(2, 2, device="cpu"))
     for name, sizes in (("Linear", (8, 8)), ("LayerNormLinear", (8, 8)), ("LayerNormMLP", (8, 16))):
@@ -342,7 +342,7 @@ def test_a_parameter_of_another_dtype_is_named_as_its_module_names_it(device, mo
         called(tokens(device))
 
 
-def test_a_second_weight_that_does_not_fit_is_not_told_as_the_input(device):
+def test_a_second_weight_that_does_not_fit_is_not_reported_as_the_input(device):
     called = MODULES["LayerNormMLP"](device)
     called.fc2_weight = torch.nn.Parameter(called.fc2_weight.detach()[:, 1:].contiguous())
     with refused(ValueError, "LayerNormMLP: linear: argument 'x' has shape", "wanted a last dimension of 23"):

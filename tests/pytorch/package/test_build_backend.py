@@ -61,7 +61,7 @@ def test_without_a_torch_pip_is_asked_for_the_newest_that_is_served(build):
 
 
 def uv(build, given, *words, code=FIND, **variables):
-    """uv gives the build an environment, and VIRTUAL_ENV names that one. Its own stands in its process."""
+    """uv gives the build an environment of its own and runs in it; VIRTUAL_ENV names the given environment."""
     its = environment(build.folder / "uv/builds-v0/.tmp1")
     script = f'VIRTUAL_ENV={its} UV=uv PYTHONPATH={build.needed} "$0" -c "$CODE"; exit $?'
     code = f"import sys; sys.path.insert(0, 'build_backend')\nimport te_build\n{code}"
@@ -85,12 +85,12 @@ def test_uv_is_asked_for_a_torch_where_virtual_env_has_none(build):
 
 
 @pytest.mark.parametrize("words", [("--python", "x"), ("--python=x",), ("-p", "x"), ("--system",)])
-def test_uv_that_was_told_otherwise_names_the_way_by_hand(build, words):
+def test_uv_with_other_options_names_the_way_by_hand(build, words):
     install_torch(build.site)
     refused(uv(build, build.venv, *words), words[0].split("=")[0], BY_HAND)
 
 
-def test_uv_told_by_a_variable_names_the_way_by_hand(build):
+def test_uv_with_a_variable_names_the_way_by_hand(build):
     install_torch(build.site)
     refused(uv(build, build.venv, UV_PYTHON="x"), "UV_PYTHON", BY_HAND)
 
@@ -100,7 +100,7 @@ def test_uv_without_virtual_env_names_the_way_by_hand(build):
 
 
 def test_an_environment_made_for_the_build_takes_virtual_env(build):
-    """`python -m build`: it lies in the folder of temporary files."""
+    """`python -m build`: its environment is in the folder of temporary files."""
     folder = install_torch(build.site)
     its = environment(build.folder / "tmp/build-env-1") / "bin/python"
     common = {"TMPDIR": str(build.folder / "tmp")}
@@ -158,7 +158,7 @@ def test_an_sdist_is_small_and_requires_the_range(tmp_path):
     assert not {f"{root}/{part}" for part in parts} - names
 
 
-def test_cmake_is_told_which_torch(build):
+def test_cmake_gets_the_chosen_torch(build):
     """Beside what the caller has set. A wheel is compiled in groups of files, an editable install file by file."""
     folder = install_torch(build.site, "2.11.0+cpu")
     code = (

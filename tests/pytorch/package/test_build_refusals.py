@@ -1,5 +1,6 @@
-# What the package cannot be built with ends the build in one sentence that names the thing and the command. Mutants: a
-# check left out of checks.all_of_them, or the first torch of two taken without a word, turn these red.
+# An environment in which the package cannot be built ends the build with one sentence that names the cause and the
+# command. Mutants: a check left out of checks.all_of_them, or the first torch of two taken without an error, turn these
+# red.
 import os
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ def test_no_compiler(build):
     install_torch(build.site)
     (build.folder / "empty").mkdir()
     refused(build.pip(PATH=str(build.folder / "empty")), "no C++ compiler on PATH", "`apt-get install g++`", "CXX")
-    refused(build.pip(CXX="ccache-of-nobody g++"), "CXX=ccache-of-nobody is no command", "`apt-get install g++`")
+    refused(build.pip(CXX="no-such-ccache g++"), "CXX=no-such-ccache is no command", "`apt-get install g++`")
 
 
 def test_an_old_compiler(build):
@@ -137,7 +138,7 @@ def nvcc(folder, code):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_an_nvcc_that_is_too_old_is_an_error(tmp_path, named):
-    """Not a build without kernels that says nothing."""
+    """A build without kernels instead would hide the reason."""
     made = nvcc(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
     path = os.pathsep.join((str(tmp_path), *os.get_exec_path()))
     status, said = configured(tmp_path, **({"CUDACXX": str(made)} if named else {"PATH": path}))

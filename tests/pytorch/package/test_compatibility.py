@@ -1,6 +1,6 @@
-# reference/compatibility.md is what compatibility.py finds, every name that clients import is there, a name that waits
-# for its capability can be imported, subclassed and asked about, and says so when it is used. Mutant: renaming any
-# public function or module parameter, or a refusal that does not raise, turns these red.
+# reference/compatibility.md equals the result of compatibility.py, every name that clients import is there, a name that
+# waits for its capability can be imported, subclassed and asked about, and its use raises an error that names it.
+# Mutant: renaming any public function or module parameter, or a refusal that does not raise, turns these red.
 import inspect
 
 import pytest
@@ -15,7 +15,7 @@ from transformer_engine.pytorch._internal.absent import absent as mark_absent
 from .compatibility import DOCUMENT, absent, document, reason
 
 
-def test_the_document_is_what_is_found():
+def test_the_document_is_up_to_date():
     wanted, found = DOCUMENT.read_text().splitlines(), document().splitlines()
     differing = [line for line in found if line not in wanted] + [f"no longer: {w}" for w in wanted if w not in found]
     assert found == wanted, "run `bash qa/regenerate.sh`: " + "\n".join(differing)
@@ -27,7 +27,7 @@ def absent_names():
 
 
 @pytest.mark.parametrize("name", absent_names())
-def test_an_absent_name_says_so_whatever_it_is_given(name):
+def test_an_absent_name_is_named_for_any_arguments(name):
     target = getattr(te, name)
     assert target.__module__.startswith(TE) and target.__name__ == name and target.__doc__
     for args, kwargs in (((), {}), ((torch.ones(2), "x"), {"unknown": 1})):

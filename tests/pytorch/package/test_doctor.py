@@ -1,4 +1,4 @@
-# te.doctor(): it reports what is there, says what is missing where something is broken, and never raises.
+# te.doctor(): it reports the installed parts, names missing ones where something is broken, and never raises.
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_reports_versions_build_and_devices(capsys):
     out = capsys.readouterr().out
     for expected in ("2.20.0", torch.__version__, "CUDA kernels", "library cublasLt", "GPUs"):
         assert expected in out
-    # What it says of the build is what the extension says.
+    # Its report of the build agrees with the extension.
     assert ("compiled in (sm_90a)" in out) == te._C.built_with_cuda
 
 
@@ -54,7 +54,7 @@ def test_reports_a_missing_torch():
     assert "pip install torch" in done.stdout
 
 
-def test_says_when_the_source_tree_hides_the_package():
+def test_reports_a_source_tree_that_hides_the_package():
     code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom transformer_engine.doctor import doctor; doctor()"
     sources = Path(__file__).parents[3]
     if Path(te.__file__).is_relative_to(sources / "transformer_engine"):

@@ -1,5 +1,5 @@
-# Keywords that a constructor or a context does not have: TypeError names it, the keyword and the one that was meant;
-# what clients inspect is what is written.
+# Keywords that a constructor or a context does not have: TypeError names it, the keyword and the likely one; inspection
+# by clients shows the signature as it is written.
 import inspect
 import warnings
 
@@ -123,7 +123,7 @@ RETIRED = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32")
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("name", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
 def test_keywords_of_older_versions(name, value):
-    """They change nothing, and are told so at the caller's line; another one beside them is still unknown."""
+    """They change nothing, and a warning at the caller's line names them; another one beside them is still unknown."""
     cls = getattr(te, name)
     for keyword in RETIRED:
         with pytest.warns(DeprecationWarning, match=f"{name}: argument '{keyword}' has no effect") as caught:

@@ -22,7 +22,7 @@ NAMES += [(module, name) for module, names in SUBMODULES.items() for name in nam
 
 
 def as_a_client(module, name):
-    """What a client's guarded import finds; None: it takes its fallback."""
+    """The object that a client's guarded import gets; None: the client takes its fallback."""
     scope = {}
     exec(f"try:\n    from {module} import {name} as found\nexcept ImportError:\n    found = None", scope)
     return scope["found"]
@@ -129,6 +129,6 @@ def classes():
 
 
 @pytest.mark.parametrize("target", classes(), ids=lambda target: target.__qualname__)
-def test_a_class_says_where_it_is(target):
+def test_a_class_has_its_public_path(target):
     assert target.__module__.startswith((f"{TE}.", "transformer_engine.common.recipe", *OUTSIDE))
     assert pickle.loads(pickle.dumps(target)) is target

@@ -1,5 +1,5 @@
 # Tensors that PyTorch negates as it reads them (torch._neg_view, conj().imag): their memory holds the negatives of
-# their values, and the engine reads memory. What is read is resolved; what is to be written to is refused.
+# their values, and the engine reads memory. Inputs are resolved; outputs are refused.
 import copy
 
 import pytest

@@ -32,7 +32,7 @@ _change()
 
 
 def copy_with(change, folder):
-    """A package whose files are those of the installed one, but for what is appended to its __init__.py."""
+    """A package with the files of the installed one, but for a change that is appended to its __init__.py."""
     source = pathlib.Path(same_bits.installed()) / "transformer_engine"
     shutil.copytree(source, folder / "transformer_engine", copy_function=os.symlink)
     changed = folder / "transformer_engine/pytorch/__init__.py"

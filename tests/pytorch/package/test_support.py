@@ -44,7 +44,7 @@ def test_worst_element_is_reported():
         support.assert_within(got, torch.zeros(2, 2), 0.5, "op")
 
 
-def test_same_bits_tells_zeros_apart():
+def test_same_bits_distinguishes_zeros():
     support.assert_same_bits(torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, 0.0]))
     with pytest.raises(AssertionError, match="bytes differ"):
         support.assert_same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -61,7 +61,7 @@ def test_layouts_keep_the_values(device):
         assert other.stride() != t.stride() or other.data_ptr() % 16, name
 
 
-def test_refused_wants_the_type_and_every_word():
+def test_refused_needs_the_type_and_every_word():
     def fail():
         raise ValueError("op: argument 'x'")
 

@@ -100,7 +100,7 @@ def test_division_of_packed_sequences(world_size, chunks):
 
 
 def test_division_on_the_device(device):
-    """As clients use it, on tokens that lie on the device."""
+    """As clients use it, on tokens on the device."""
     cumulative = torch.tensor([0, 8, 8, 24], dtype=torch.int32, device=device)
     tokens = torch.arange(24, device=device)
     got = tokens.index_select(0, tex.thd_get_partitioned_indices(cumulative, 24, 2, 1))

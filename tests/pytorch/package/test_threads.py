@@ -200,7 +200,7 @@ def test_exceptions_in_one_leave_the_other(device, name):
 
 
 def test_plans_of_one_thread_are_not_of_another(device):
-    """What another thread saves meanwhile is no row of te.memory_plan or te.explain."""
+    """Tensors that another thread saves meanwhile are no rows of te.memory_plan or te.explain."""
     module, x = block(device), randn(ROWS, HIDDEN, device=device)
     ((_, beside),) = made(device, ["current"])
     plan, paths = str(te.memory_plan(module, x)), str(te.explain(module, x))
@@ -220,8 +220,9 @@ def test_plans_of_one_thread_are_not_of_another(device):
     assert in_threads(2, run)[1] == {(plan, paths)}
 
 
-def test_observers_come_and_go_while_they_are_told(device):
-    """One leaves, and another one comes, when the first tensor is saved; each is told of what is saved inside of it."""
+def test_observers_come_and_go_during_a_call(device):
+    """One leaves, and another one comes, when the first tensor is saved; each is called for tensors saved inside of
+    it."""
     heard = []
 
     class Toy(door.StorageHandler):

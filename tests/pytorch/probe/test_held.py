@@ -1,5 +1,5 @@
-# What te.memory_plan says of a graph that holds more than saved tensors: what hooks inside of the module have packed,
-# what checkpoints' functions hold, what is kept on ctx; beside what the allocator says where it says that.
+# te.memory_plan of a graph that holds more than saved tensors: tensors that hooks inside of the module have packed,
+# that checkpoints' functions hold, that are kept on ctx; compared with the allocator's statistics where it has them.
 import functools
 import gc
 import threading

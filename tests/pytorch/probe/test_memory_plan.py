@@ -1,4 +1,4 @@
-# te.memory_plan: it says what saved-tensor hooks see, to the byte, under names that are right, and changes nothing.
+# te.memory_plan: its rows equal the tensors of saved-tensor hooks, to the byte, with correct names; it changes nothing.
 import pytest
 import torch
 from plain_modules import angles

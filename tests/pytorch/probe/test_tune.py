@@ -1,6 +1,6 @@
 # te.tune: what it may not touch, what it chooses, its file, and its errors. On the GPU: tuned products stay within the
-# bounds of untuned ones and repeat their bits; gradients, main_grad and random states are as before. Mutant: let
-# Tuner._install forget to call gemm_choose, and ATunedProductRunsWhatWasChosen turns red.
+# bounds of untuned ones and repeat their bits; gradients, main_grad and random states are as before. Mutant: a
+# Tuner._install that does not call gemm_choose turns ATunedProductRunsWhatWasChosen red.
 import json
 
 import pytest

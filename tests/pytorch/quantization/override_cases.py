@@ -1,4 +1,5 @@
-# What the suites of backward_override share: parametrizations, a comparison, and what a call keeps. No test is here.
+# Helpers of the suites of backward_override: parametrizations, a comparison, and a call's kept tensors. No test is
+# here.
 import pytest
 from support import assert_same_bits, saved_tensors
 

@@ -1,6 +1,6 @@
 # A recipe's backward_override spelled out: the forward of FP8 products, the backward of unquantized ones, of the same
-# operands or of what the quantized ones mean (plain_fp8.py says what that is). Modules run by it where its three
-# functions stand in for theirs. No test here.
+# operands or of the values of the quantized ones (computed by plain_fp8.py). Modules use it when its three functions
+# replace theirs. No test here.
 import torch
 from fp8_products import product
 from plain_fp8 import BLOCK_1D, BLOCK_2D, TENSOR, dequantize, quantize, scale_of
@@ -15,7 +15,7 @@ WORDS = ("high_precision", "dequantized")
 
 
 class _WithValue(torch.autograd.Function):
-    """`value` in t's place; the gradient is t's."""
+    """`value` in place of t, with the gradient of t."""
 
     @staticmethod
     def forward(ctx, t, value):
@@ -31,7 +31,8 @@ def largest(t):
 
 
 def meaning(t, recipe, *, weight=False, by=None):
-    """What the forward's FP8 form of t means, in t's dtype. by: what a scale of the whole is made of (t)."""
+    """The values of the forward's FP8 form of t, in t's dtype. by: the tensor from which a per-tensor scale is made
+    (t)."""
     scaling = TENSOR if recipe == "current" else BLOCK_2D if weight else BLOCK_1D
     scale = None if by is None or scaling != TENSOR else scale_of(largest(by), False, False, 0.0)
     data, scales, _, _ = quantize(t.detach().reshape(-1, t.shape[-1]), scaling, False, recipe == "block", scale=scale)

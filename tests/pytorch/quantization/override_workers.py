@@ -1,4 +1,4 @@
-# What quantization/test_backward_override_ranks.py runs on each of several ranks: divided modules under a
+# The worker functions of test_backward_override_ranks.py, which run on each of several ranks: divided modules under a
 # backward_override against the divided modules of the reference, and compiled ones, as words. No test here.
 import itertools
 

@@ -1,4 +1,4 @@
-# What the suites of weights held in FP8 alone share: a layer, its scales and what fits them. No test is here.
+# Helpers of the suites of weights held in FP8 alone: a layer, its scales and values that fit them. No test is here.
 import torch
 from quantized_cases import E4M3
 

@@ -76,7 +76,7 @@ FormatByName.__qualname__ = "Format"
 
 
 class _Pickler(pickle._Pickler):
-    """Takes a class's word for where it is from."""
+    """Pickles a class by its own __module__ and __qualname__, without looking it up."""
 
     def save_global(self, obj, name=None):
         if isinstance(obj, type) and obj in (*_STAND_INS, FormatByName, ClientsScaling):
@@ -94,7 +94,7 @@ class _Pickler(pickle._Pickler):
 
 
 class _PickleModule:
-    """What torch.save asks of a pickle module."""
+    """The parts of a pickle module that torch.save uses."""
 
     Pickler = _Pickler
 

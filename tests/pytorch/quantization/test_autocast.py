@@ -94,7 +94,7 @@ def test_products_by_hand(device):
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("recipe", ["plain", "current", "inputs alone"])
 def test_a_gradient_that_is_computed_inside(device, recipe, fuse):
-    """backward_dw() knows nothing of the torch.autocast around it."""
+    """backward_dw() does not depend on the torch.autocast around it."""
     found = []
     for around in (contextlib.nullcontext(), torch.autocast(device, dtype=DTYPE)):
         torch.manual_seed(0)

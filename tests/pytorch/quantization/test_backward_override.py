@@ -69,7 +69,7 @@ def test_any_number_of_tokens(device, shape, word, recipe):
 @every_recipe
 @every_word
 def test_within_float64s_bounds(device, word, recipe):
-    """dx = dy W and dW = dy^T x of operands that float64 knows: a float32 sum, rounded once."""
+    """dx = dy W and dW = dy^T x of operands that float64 represents exactly: a float32 sum, rounded once."""
     module = te.Linear(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
     x, dy = tokens(device, shape=(40,)), randn(40, FFN, dtype=torch.bfloat16, device=device)
     with around(recipe, word):
@@ -123,7 +123,7 @@ def test_gradients_of_any_layout(device, word, recipe):
 @every_recipe
 @every_word
 @by_name(PRODUCTS)
-def test_what_wants_no_gradient_changes_none_of_the_others(device, family, word, recipe):
+def test_frozen_tensors_change_no_other_gradients(device, family, word, recipe):
     module, x = build(family, device), tokens(device)
     wanted = step(module, x, recipe, word)
     for frozen in ("weight", "bias", "input"):
@@ -150,7 +150,7 @@ def test_a_graph_that_is_kept_and_two_in_flight(device, word, recipe):
 
 @every_word
 def test_a_parameter_that_changes_before_its_backward(device, word):
-    """What high precision reads is the parameter, as in a plain backward; what was quantized is a copy."""
+    """High precision reads the parameter itself, as a plain backward does; the quantized operand is a copy."""
     module, x = build(linear, device), tokens(device)
     wanted = step(module, x, "current", word)["input"]
     given = x.detach().clone().requires_grad_()
@@ -199,10 +199,10 @@ def test_a_weight_has_no_columnwise_copy(device, word, recipe):
     assert module.runtime.quantization.weights.kept[""][1].columnwise is not None
 
 
-# ---- what is said ----
+# ---- reports ----
 
 
-def test_the_memory_plan_says_so(device):
+def test_the_memory_plan_names_the_override(device):
     module, x = build(linear, device), tokens(device)
 
     def planned(recipe, word):
@@ -220,7 +220,7 @@ def test_the_memory_plan_says_so(device):
 
 
 @pytest.mark.parametrize(("word", "bytes_"), [("high_precision", 2), ("dequantized", 1)])
-def test_it_says_what_keeping_would_take(device, word, bytes_):
+def test_the_memory_plan_has_the_bytes_of_keeping(device, word, bytes_):
     module, x = build(norm_linear, device, recompute_norm_output=True), tokens(device)
     with around("current", word):
         rows = te.memory_plan(module, x).rows
@@ -230,7 +230,7 @@ def test_it_says_what_keeping_would_take(device, word, bytes_):
 
 
 @every_word
-def test_explain_says_so(device, word):
+def test_explain_names_the_override(device, word):
     module, x = build(mlp, device), tokens(device)
     with around("current", word):
         rows = te.explain(module, x).rows
@@ -251,7 +251,7 @@ def test_explain_says_so(device, word):
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
-def test_words_that_nobody_knows(kind):
+def test_unknown_words(kind):
     with refused(ValueError, kind.__name__, "'backward_override'", "'bf16'", *WORDS):
         kind(backward_override="bf16")
     made = kind()

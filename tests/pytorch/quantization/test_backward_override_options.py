@@ -117,7 +117,7 @@ def test_quantizers_written_in_python(device, options, word):
 @every_word
 @by_name([mlp, glu_mlp])
 def test_a_pre_activation_that_is_kept_in_fp8(device, family, word, recipe):
-    """The activation is of what was kept, in either word; dequantized by the scale of the forward's."""
+    """The activation is computed from the kept tensor, with either word; dequantized by the scale of the forward."""
     module, x = build(family, device, save_preactivation="fp8"), tokens(device)
     wanted = referred(module, x, recipe, word)
     assert_same(step(module, x, recipe, word), wanted)
@@ -142,7 +142,7 @@ def test_kept_weights(device, family, word, recipe):
 @every_word
 @pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=["kept", "checkpoint"])
 def test_a_kept_weight_that_is_older_than_the_parameter(device, options, word, recipe):
-    """The forward is the old copy's. So is what it means; high precision reads the parameter as it is."""
+    """The forward uses the old copy, and dequantized reads its values; high precision reads the parameter as it is."""
     module, plain = pair(mlp, device, **options)
     x = tokens(device)
     for m in (module, plain):
@@ -258,7 +258,7 @@ def test_main_grads(device, family, delay, word, recipe):
             torch.testing.assert_close(t, 0.5 + wanted[name], rtol=1e-4, atol=1e-4)
 
 
-# What a norm makes, and what that means in FP8, is no module's input.
+# The output of a norm, and its FP8 values, are no input of a module.
 FED_BY_HAND = [(linear, WORDS[0]), (split_linear, WORDS[0]), (norm_linear, WORDS[0]), (rms_linear, WORDS[0])]
 FED_BY_HAND += [(linear, WORDS[1]), (split_linear, WORDS[1])]
 

@@ -68,7 +68,7 @@ def test_a_weight_is_quantized_when_it_should_be_and_only_then(device):
 
 
 def test_the_flag_on_the_device_decides_in_a_capture(device):
-    """And nowhere else: in eager the weight is quantized as is_first_microbatch says."""
+    """It has no effect elsewhere: in eager is_first_microbatch decides whether the weight is quantized."""
     module, x = te.Linear(16, 16, bias=False, device=device), randn(8, 16, device=device)
     manager = FP8GlobalStateManager
 

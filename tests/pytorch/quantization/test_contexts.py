@@ -76,7 +76,7 @@ def said():
     return (STATE.is_fp8_enabled(), STATE.is_fp8_calibration(), STATE.get_fp8_recipe(), STATE.get_fp8_group())
 
 
-def test_contexts_nest_and_what_was_said_before_holds_again():
+def test_contexts_nest_and_restore_the_outer_settings():
     outside = said()
     assert outside == (False, False, te.get_default_recipe(), None)
     current, block, group = Float8CurrentScaling(), Float8BlockScaling(), object()
@@ -92,7 +92,7 @@ def test_contexts_nest_and_what_was_said_before_holds_again():
     assert said() == outside
 
 
-def test_the_context_is_what_with_gives():
+def test_with_gives_the_context():
     context = te.autocast(recipe=Float8CurrentScaling())
     with context as inside, old("fp8_autocast") as older:
         assert inside is context and type(older) is te.autocast
@@ -184,7 +184,7 @@ def test_reset_inside_of_a_recomputation(device):
         assert STATE.is_first_fp8_module()  # the outermost one
 
 
-def test_model_init_says_so_and_takes_it_back():
+def test_model_init_sets_its_flags_and_resets_them():
     with te.quantized_model_init(preserve_high_precision_init_val=True):
         assert STATE.with_fp8_parameters() and STATE.with_high_precision_init_val()
         with te.quantized_model_init(enabled=False):
@@ -206,7 +206,7 @@ def test_the_flag_for_cached_weights_stays_in_place():
     assert STATE.get_skip_fp8_weight_update_tensor() is None
 
 
-def test_what_is_no_recipe_is_refused():
+def test_a_value_other_than_a_recipe_is_refused():
     for recipe in ("DelayedScaling", DelayedScaling, 1):
         with refused(ValueError, "autocast", "recipe", "transformer_engine.common.recipe"):
             te.autocast(recipe=recipe)
@@ -216,7 +216,7 @@ def test_what_is_no_recipe_is_refused():
 
 
 @pytest.mark.parametrize("value", [None, "yes", 2, Float8CurrentScaling()], ids=["none", "text", "2", "recipe"])
-def test_what_is_no_flag_is_refused(value):
+def test_a_value_other_than_a_flag_is_refused(value):
     for context, name in (
         (te.autocast, "enabled"),
         (te.autocast, "calibrating"),
@@ -246,7 +246,7 @@ def test_a_recipe_that_cannot_be_honoured_is_refused_where_a_module_asks(name):
     recipe, words = REFUSED[name]
     linear, x = te.Linear(8, 8, device="cpu"), randn(4, 8)
     wanted, before = linear(x), copy.copy(linear.__dict__)
-    with te.autocast(recipe=recipe):  # which says nothing yet
+    with te.autocast(recipe=recipe):  # no error yet
         with refused(NotImplementedError, "not available in this version", *words):
             linear(x)
     assert {k: v for k, v in linear.__dict__.items() if k != "fp8_meta"} == {
@@ -296,7 +296,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_a_recipe_says_of_a_product(name):
+def test_the_product_specs_of_a_recipe(name):
     recipe, specs, splits = SPECS[name]
     assert list(plan_of(recipe).quantization.spec) == [n for part in (*specs, splits, [0]) for n in part]
     for number, word in enumerate(("high_precision", "dequantized"), 1):

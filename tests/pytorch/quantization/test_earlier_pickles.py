@@ -1,4 +1,4 @@
-# Pickles of versions in which the files of quantization lay in one folder: classes and functions load by the paths that
+# Pickles of versions that had all files of quantization in one folder: classes and functions load by the paths that
 # these pickles name. Mutant: compat's row of quantization.recipe_state left out turns these red.
 import pickle
 

@@ -98,7 +98,7 @@ def test_a_weight_follows_its_history(device, how):
             module.weight.copy_(values)
         assert newest_amax(module) == size
     assert (module.weight.dequantize() == 6.0).all()
-    if same:  # who held a quantizer sees the same
+    if same:  # quantizers that were held see the same
         for quantizer in held:
             assert quantizer.amax.data_ptr() == newest_amax(module).data_ptr()
             assert quantizer.scale == forward_scale(module)

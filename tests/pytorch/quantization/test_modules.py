@@ -80,7 +80,7 @@ def test_every_module_computes_about_the_same(device, name, recipe):
     wanted = as_tuple(module(*inputs))[0]
     weights = torch.randn(wanted.shape).to(wanted)
     high = torch.autograd.grad((wanted * weights).sum(), [*inputs, *module.parameters()])
-    for _ in range(3):  # delayed scaling knows the amaxes after the first
+    for _ in range(3):  # delayed scaling has the amaxes after the first
         with te.autocast(recipe=RECIPES[recipe]()):
             got = as_tuple(module(*inputs))[0]
         low = torch.autograd.grad((got * weights).sum(), [*inputs, *module.parameters()])

@@ -1,5 +1,5 @@
-# What FP8 makes of values that are not finite, pinned: the conversions saturate, so Inf becomes the largest finite
-# value at the scale of its tensor or block, and NaN stays NaN (guide/fp8.md says so). Mutants: saturating NaN as well
+# FP8 results of values that are not finite, pinned: the conversions saturate, so Inf becomes the largest finite value
+# at the scale of its tensor or block, and NaN stays NaN (documented in guide/fp8.md). Mutants: saturating NaN as well
 # (clamp it in core/fp8.h), or a scale made of an amax of Inf (fp8_max / Inf is 0), turn these red.
 import pytest
 import torch
@@ -23,8 +23,8 @@ def identity(device):
 
 @each
 def test_an_infinite_input_becomes_the_largest_finite_value(device, name):
-    """Of E4M3 at scale 1: delayed scaling's first step has it, and others take it where the amax is infinite. What
-    else the tensor holds, and the block, is quantized at that scale."""
+    """The value of E4M3 at scale 1: delayed scaling has this scale in its first step, and others take it where the amax
+    is infinite. The other values of the tensor or the block are quantized at that scale."""
     module, x = identity(device), torch.zeros(128, 128, device=device)
     x[3, 5], x[4, 6], x[9, 9] = torch.inf, -torch.inf, 1.0
     with te.autocast(recipe=RECIPES[name]()):

@@ -86,7 +86,7 @@ def test_quantized_parameters_that_cannot_be_are_named(device):
 def test_a_quantized_output(device, recipe):
     module, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
     made = RECIPES[recipe]()
-    for _ in range(2):  # delayed scaling knows the output's amax after the first
+    for _ in range(2):  # delayed scaling has the output's amax after the first
         with te.autocast(recipe=made):
             y = module(x)
             quantized = module(x, fp8_output=True)
@@ -173,8 +173,8 @@ def test_a_quantized_parameter_leaves_the_meta_device_with_its_marks(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "residual"])
 def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
-    """What a module makes of an output that is quantized, and of the same output dequantized: the same bits, and the
-    gradient passes to the module before."""
+    """A module gives the same bits for a quantized output and for the same output dequantized, and the gradient passes
+    to the module before."""
     made, options = RECIPES[recipe](), {"device": device, "params_dtype": dtype}
     build = {
         "Linear": lambda: te.Linear(64, 48, **options),
@@ -187,7 +187,7 @@ def test_a_quantized_input_is_its_values(device, recipe, dtype, kind):
     results = {}
     for values in (False, True):
         first, second = copy.deepcopy(before), copy.deepcopy(module)
-        for _ in range(3):  # delayed scaling knows the amaxes after the first
+        for _ in range(3):  # delayed scaling has the amaxes after the first
             source = x.clone().requires_grad_()
             with te.autocast(recipe=made):
                 quantized = first(source, fp8_output=True)
@@ -225,7 +225,7 @@ def test_quantized_parameters_under_compile_are_refused_by_name(device, recipe, 
 
 
 def test_the_dtype_of_a_weight_counts_beside_its_fp8_copy(device):
-    """As for a plain weight. Under torch.autocast it is what the cast would make."""
+    """As for a plain weight. Under torch.autocast it is the dtype of the cast."""
     x = randn(8, 16, device=device, dtype=torch.bfloat16)
     for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
         with te.quantized_model_init(recipe=Float8CurrentScaling()):

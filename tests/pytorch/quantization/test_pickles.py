@@ -1,5 +1,5 @@
-# What is no state that Transformer Engine wrote, though it stands where one should: named, never run, nothing built of
-# it. Mutants: the rest of a pickle's names let through, a storage's length believed, turn these red.
+# Invalid states in place of those that Transformer Engine wrote: named, never run, and no object is built of them.
+# Mutants: the rest of a pickle's names let through, a storage's length believed, turn these red.
 import copyreg
 import io
 import pickle
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fp8_left_off")
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
-# ---- what is no such state ----
+# ---- invalid states ----
 
 
 RAN = []
@@ -59,7 +59,7 @@ HERE = __name__.encode()
 
 
 def storage_of(count, data=b"", key="0"):
-    """The old file of a storage that says it has `count` numbers."""
+    """The old file of a storage with `count` as its number of elements."""
     head = [pickle.dumps(n, 2) for n in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
     identity = b"\x80\x02(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
     identity += b"\x8a\x08" + struct.pack("<q", count) + b"NtQ."
@@ -156,7 +156,7 @@ HOSTILE = {
         "not a positive number",
     ),
     "a negative amax": (written({**GOOD, "amax_history_fwd": -torch.ones(4, 3)}, "pickle 4"), "negative amax"),
-    "a margin that is none": (
+    "a negative margin": (
         written(state_of((3, 2), recipe=te_states.DelayedScaling(margin=-1)), "pickle 4"),
         "an invalid recipe",
     ),
@@ -176,7 +176,7 @@ HOSTILE = {
     "an expanded tensor": (with_scale(storage_of(1, b"\0\0\x80?"), (2**39,), (0,)), r"in 1 numbers"),
     "a tensor beyond its storage": (with_scale(storage_of(1, b"\0\0\x80?"), (1,), (1,), 7), r"in 1 numbers"),
     "a size below 0": (with_scale(storage_of(1, b"\0\0\x80?"), (-3,), (1,)), "not a plain one"),
-    "a size that is no number": (with_scale(storage_of(1, b"\0\0\x80?"), ("3",), (1,)), "not a plain one"),
+    "a size as a text": (with_scale(storage_of(1, b"\0\0\x80?"), ("3",), (1,)), "not a plain one"),
     "a storage that is not there": (with_scale(storage_of(2**39), (3,), (1,)), "0 bytes for"),
     "a storage of more than there is": (with_scale(storage_of(2**62), (3,), (1,)), "not a storage of floats"),
     "a storage of fewer than 0": (with_scale(storage_of(-1), (3,), (1,)), "not a storage of floats"),
@@ -193,7 +193,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_such_state_is_named_and_never_run(name):
+def test_an_invalid_state_is_named_and_never_run(name):
     data, words = HOSTILE[name]
     RAN.clear()
     copyreg.add_extension(HERE.decode(), "ran", 0xF0)

@@ -84,7 +84,7 @@ def inputs(device, name="Linear"):
 
 
 def everything(module):
-    """What an error must leave as it was."""
+    """The state that an error must not change."""
     found = {name: {k: v.clone() for k, v in parts_of(p).items()} for name, p in weights(module)}
     quantizers = [p._quantizer for _, p in weights(module)]
     states = {}
@@ -177,8 +177,8 @@ def test_the_default_recipe_has_a_name(device):
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save"])
 @pytest.mark.parametrize("made, runs", [(a, b) for a in RECIPES for b in RECIPES if a != b])
-def test_copies_remember_their_recipe(device, made, runs, way):
-    """Files keep no quantizer of delayed scaling: the module knows."""
+def test_copies_keep_their_recipe(device, made, runs, way):
+    """Files have no quantizer of delayed scaling: it comes from the module."""
     module = built(RECIPES[made](), device)
     if way == "deepcopy":
         module = copy.deepcopy(module)

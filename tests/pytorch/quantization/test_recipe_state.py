@@ -160,7 +160,7 @@ def test_alignment():
     assert Q.get_align_size_for_quantization(R.CustomRecipe(factory)) == 128
 
 
-def test_what_is_no_recipe():
+def test_values_other_than_recipes():
     for function in (Q.get_fp8_torch_dtype, Q.get_fp8_te_dtype, Q.get_fp8_max, Q.get_align_size_for_quantization):
         with refused(ValueError, "'recipe'", "wanted a recipe of"):
             function(R.Format.E4M3)

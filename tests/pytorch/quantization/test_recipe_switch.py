@@ -1,5 +1,5 @@
-# A recipe of another class than a module last ran under: a warning that names both, and quantizers made anew. Mutants:
-# a warning for other fields of one class, or for a recomputation, and scales of before that go on, turn these red.
+# A recipe of another class than a module last ran under: a warning that names both, and new quantizers. Mutants: a
+# warning for other fields of one class, or for a recomputation, and scales of before that go on, turn these red.
 import copy
 import warnings
 
@@ -34,7 +34,7 @@ def quantizers_in(module):
 @pytest.mark.parametrize("before", RECIPES)
 @pytest.mark.parametrize("name", WITH_PRODUCTS)
 @pytest.mark.parametrize("training", [True, False])
-def test_another_class_is_told_and_starts_anew(name, before, now, training, device):
+def test_another_class_warns_and_makes_new_quantizers(name, before, now, training, device):
     if before == now:
         return
     module, x = build(name, device), inputs_of(name, device)[0]

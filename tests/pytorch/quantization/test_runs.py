@@ -1,6 +1,6 @@
 # Runs of modules under autocast: recomputation, checkpoints, copies, recipes that change, factories, torch.compile, bad
-# input. Mutants: take the scales of now for a recomputation (DelayedCalls._take), keep a history's length when it
-# is loaded, leave the plan of the first recipe (ModuleQuantization.enter), or make a scale anew in a traced backward
+# input. Mutants: take the scales of now for a recomputation (DelayedCalls._take), keep a history's length when it is
+# loaded, leave the plan of the first recipe (ModuleQuantization.enter), or make a new scale in a traced backward
 # (recomputed_operand in csrc/gemm/product.h), turn these red.
 import copy
 import pickle
@@ -87,7 +87,7 @@ def test_two_segments_and_two_microbatches_recompute_with_their_own_scales(devic
 
 
 def test_recomputation_by_hand(device):
-    """As frameworks do that have a checkpoint of their own: phases are said, pairs are formed in order."""
+    """As frameworks with a checkpoint of their own do: they announce the phases, and calls are paired in order."""
     model, x = te.Linear(16, 16, device=device), randn(8, 16, device=device)
     recipe = RECIPES["delayed"]()
     from transformer_engine.pytorch.distributed import activation_recompute_forward as phase

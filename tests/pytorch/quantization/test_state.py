@@ -238,7 +238,7 @@ HOSTILE = {
     "a huge history": (_with_header(DATA, forward=[2**40, 3]), "history of shape"),
     "a negative history": (_with_header(DATA, forward=[-4, 3]), "history of shape"),
     "other columns": (_with_header(DATA, forward=[4, 2]), r"\[4, 2\], wanted \[length, 3\]"),
-    "a margin that is no number": (_with_header(DATA, margin="x"), "damaged"),
+    "a margin as a text": (_with_header(DATA, margin="x"), "damaged"),
     "an unknown format": (_with_header(DATA, fp8_format="E9M9"), "damaged"),
     "one bit": (DATA[:-3] + bytes([DATA[-3] ^ 1]) + DATA[-2:], "checksum"),
     "a negative amax": (_bytes(*NEGATIVE), "negative amax"),
@@ -254,7 +254,7 @@ def test_hostile_bytes_are_named(name):
 
 
 @pytest.mark.parametrize("state", [b"bytes", "text", torch.ones(3), {"a": 1}], ids=lambda s: type(s).__name__)
-def test_what_is_no_state_at_all_is_named(state):
+def test_a_state_of_another_type_is_named(state):
     with pytest.raises(extra_state.Unfit, match=r"wanted a uint8 tensor or an io\.BytesIO"):
         extra_state.bytes_of(state)
 

@@ -1,5 +1,5 @@
 # Checkpoints that Transformer Engine wrote: scales and histories arrive in their columns, whatever form, version and
-# recipe class they were written with, and weights load in any case. What is no such state is test_pickles.py's.
+# recipe class they were written with, and weights load in any case. Invalid states: test_pickles.py.
 import io
 import warnings
 
@@ -78,7 +78,7 @@ def test_scales_arrive_in_their_columns(name, form, device):
     ids=str,
 )
 def test_scales_keep_their_meaning(form, wanted):
-    """What was scaled to the largest of one format is scaled to that of the module's."""
+    """A scale for the largest value of one format becomes a scale for that of the module's format."""
     state = state_of((3, 2), recipe=te_states.DelayedScaling(margin=2, fp8_format=form))
     for way in FORMS:
         found = extra_state.unpack(written(state, way), (3, 2))

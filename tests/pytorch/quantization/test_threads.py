@@ -1,5 +1,5 @@
-# What is switched on is a thread's own, as with torch.autocast: a new thread starts with nothing, contexts of several
-# are kept apart, and a backward has what is on in the thread that calls it, whichever thread runs it.
+# Settings belong to a thread, as with torch.autocast: a new thread starts with none, contexts of several are kept
+# apart, and a backward has the settings of the thread that calls it, whichever thread runs it.
 import threading
 import types
 import warnings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
 def elsewhere(call):
-    """What call() returns in a thread of its own."""
+    """The result of call() in a thread of its own."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()

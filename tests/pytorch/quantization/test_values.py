@@ -1,7 +1,7 @@
 # Values that come into weights held in FP8 alone under delayed scaling. Before a history exists they bring a scale that
-# fits them, whichever way they come; what holds afterwards is test_histories.py's. Mutants: a load that leaves the
-# history of the weights before (_load_from_state_dict), a write that clips before steps
-# (Float8Quantizer._put_in), data of somebody else's that no history hears of (Float8Quantizer._took).
+# fits them, whichever way they come; test_histories.py checks the time afterwards. Mutants: a load that leaves the
+# history of the weights before (_load_from_state_dict), a write that clips before steps (Float8Quantizer._put_in), data
+# of other tensors that no history records (Float8Quantizer._took).
 import copy
 import io
 import pickle
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
 
 def assert_fits(module, values, margin=0):
-    """Bytes of the values by a scale made of them, which the history knows."""
+    """Bytes of the values by a scale made of them, which the history contains."""
     assert_same_parts(module.weight, by_scale(values, fitting(values, margin)))
     assert forward_scale(module) == fitting(values, margin)
     assert newest_amax(module) == values.abs().amax()
@@ -62,7 +62,7 @@ def test_values_bring_their_scale(device, how, scale):
         PUT_IN[how](module, values)
     assert_fits(module, values)
     forward_backward(module)
-    with torch.no_grad():  # the first step is by the scale of what was put in
+    with torch.no_grad():  # the first step uses the scale of the values before
         module.weight.copy_(values * 0.9)
     assert_same_parts(module.weight, by_scale(values * 0.9, fitting(values)))
 
@@ -196,8 +196,7 @@ def trained(device, scale=30.0):
 @pytest.mark.parametrize("extra", [False, True], ids=["without scales", "with scales"])
 @pytest.mark.parametrize("into", ["new", "stepped", "copied module", "unpickled module"])
 def test_a_quantized_checkpoint(device, into, extra, assign, through):
-    """Bytes and scale as they are; the first step behind them is not clipped, and it is this module's history that
-    hears of it."""
+    """Bytes and scale as they are; the first step after them is not clipped, and this module's history records it."""
     source, module = trained(device), linear(device)
     if into == "stepped":
         forward_backward(module)

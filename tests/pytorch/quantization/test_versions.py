@@ -1,5 +1,6 @@
-# What the engine writes is noticed by a backward that has saved it: weights held in FP8 alone raise between forward and
-# backward as plain ones do, and a kept copy that a later microbatch makes anew leaves the earlier one its own.
+# A write of the engine is detected by a backward that has saved the tensor: weights held in FP8 alone raise between
+# forward and backward as plain ones do, and a kept copy that a later microbatch makes again leaves the earlier one its
+# own.
 import copy
 
 import pytest
@@ -190,7 +191,7 @@ def recreated(weight):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
-def test_a_kept_weight_made_anew_leaves_a_microbatch_in_flight_its_own(device, name, recipe):
+def test_a_kept_weight_made_again_leaves_a_microbatch_in_flight_its_own(device, name, recipe):
     """is_first_microbatch=True twice before the backward of the first: its gradient is as if it had run alone."""
     chosen = RECIPES[recipe]()
     module = MODULES[name](device)

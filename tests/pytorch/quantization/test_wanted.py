@@ -1,7 +1,8 @@
-# Gradients of some tensors alone, under every recipe: what is asked for is there, with the bits of a backward that asks
-# for all. Mutants: ask for the gradient of a product's output only where a direction of it is read (layer_backward in
+# Gradients of some tensors alone, under every recipe: the requested ones are there, with the bits of a backward for
+# all. Mutants: ask for the gradient of a product's output only where a direction of it is read (layer_backward in
 # csrc/layer/backward.cpp), count a gradient that has left column sums alone as none (Incoming::any there), or let torch
-# sum the columns where the bias alone wants a gradient (gradient_quantizer in csrc/gemm/product.cpp), turn these red.
+# sum the columns where the bias alone requires a gradient (gradient_quantizer in csrc/gemm/product.cpp), turn these
+# red.
 import itertools
 
 import pytest

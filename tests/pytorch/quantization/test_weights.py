@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import CustomRecipe, DelayedScaling
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("key", ["with the key", "without the key"])
 def test_loading_makes_kept_weights_stale(device, recipe, key):
-    """Whatever the checkpoint says of scales, and as a part of another module too."""
+    """With any scales in the checkpoint or none, and as a part of another module too."""
     module, other = (te.Linear(128, 128, bias=False, device=device) for _ in range(2))
     x = randn(16, 128, device=device)
     given = {f"0.{k}": v for k, v in other.state_dict().items() if key == "with the key" or k == "weight"}
@@ -33,7 +33,7 @@ def test_loading_makes_kept_weights_stale(device, recipe, key):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
 def test_under_torch_autocast_a_kept_weight_changes_no_bit(device, name, recipe):
-    """Kept inside and used outside it is made anew, and the other way round."""
+    """A weight that is kept inside and used outside is quantized again, and the other way round."""
     module = getattr(te, name)(128, 128, device=device)
     x, dtype = randn(16, 128, device=device), torch.bfloat16
 
@@ -122,7 +122,7 @@ class Seen(te.Float8CurrentScalingQuantizer):
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "a recomputed LayerNormMLP"])
 @pytest.mark.parametrize("first", [None, True])
 def test_without_gradients_no_columnwise_copy_is_made(device, first, name):
-    """Of weights, which have 48 or 32 rows, nor of anything else: whoever would want a gradient."""
+    """Of weights, which have 48 or 32 rows, and of other tensors, whether they require a gradient or not."""
     options = {"checkpoint": True} if "recomputed" in name else {}
     module = getattr(te, name.split()[-1])(32, 48, device=device, **options)
     recipe = CustomRecipe(qfactory=lambda role: Seen(te.DType.kFloat8E4M3, torch.device(device)))

@@ -1,4 +1,4 @@
-# What the suites of quantization share: inputs, quantizers, the comparison of a quantized matrix with plain_fp8.py's.
+# Helpers of the suites of quantization: inputs, quantizers, the comparison of a quantized matrix with plain_fp8.py.
 import plain_fp8 as plain
 import torch
 from support import assert_same_bits
@@ -39,7 +39,7 @@ def same_bytes(got, want, e5m2, what):
 
 
 def check_padding(data, what):
-    """Rows start on 16 bytes; there are rows up to a multiple of 16; all of what is beyond the matrix is 0."""
+    """Rows start on 16 bytes; there are rows up to a multiple of 16; all bytes beyond the matrix are 0."""
     rows, cols = data.shape
     pitch = data.stride(0) if rows * cols else 16
     assert pitch % 16 == 0 and data.data_ptr() % 16 == 0, what

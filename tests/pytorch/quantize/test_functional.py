@@ -87,7 +87,7 @@ def test_fake_and_meta_tensors_get_shapes_and_pitches():
 
 
 class Halving:
-    """A format of its own: blocks of what is left after halving."""
+    """A format of its own: blocks of halved values."""
 
     def __init__(self):
         self.seen = []

@@ -118,7 +118,7 @@ def test_threads_and_repetition_give_the_same_bits(kind, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_out_is_written_in_place_unless_the_flag_says_no(kind, device):
+def test_out_is_written_in_place_unless_the_flag_is_set(kind, device):
     x, other = (draw(40, 130, torch.float32, device, seed) for seed in (1, 2))
     handle = quantizer(kind, device)
     out = _C.quantize(handle, x, True, True)
@@ -155,7 +155,7 @@ def test_amax(shape, dtype, device):
 
 
 def test_current_scaling_by_an_amax_from_outside(device):
-    """What a group of processes does: amaxes first, their largest, then the data by it."""
+    """As a group of processes does: amaxes first, their largest, then the data by it."""
     halves = draw(64, 200, torch.bfloat16, device).chunk(2)
     amax = torch.maximum(*(_C.quantize_amax(x) for x in halves))
     whole = expected("current", torch.cat(halves))
@@ -206,7 +206,7 @@ def test_update_of_scales(device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(kind, dtype, device):
-    """Dequantized bits are plain PyTorch's; and within half an ulp of FP8 of x, where x was not out of range."""
+    """Dequantized bits equal plain PyTorch, and are within half an ulp of FP8 of x, where x was not out of range."""
     for shape, e5m2 in itertools.product(SHAPES, (False, True)):
         x = draw(*shape, torch.float32, device)
         want = expected(kind, x, e5m2)

@@ -37,7 +37,7 @@ def check_group(got, alone, first, rows, panel, group, kind):
     own = panels[panel : panel + panels_of(rows)]
     joined = own.permute(1, 0, 2).reshape(cols, -1)
     assert_same_bits(joined[:, :rows], alone.columnwise, "columnwise")
-    assert not joined[:, rows:].any(), "zeros behind the last row"
+    assert not joined[:, rows:].any(), "zeros after the last row"
     if kind == "current":
         for s in (scales, panel_scales):
             assert_same_bits(s[0, group : group + 1], alone.rowwise_scale_inv[:1], "scale")
@@ -102,7 +102,7 @@ def test_one_groups_nan_stays_its_own(kind, device):
 @pytest.mark.parametrize("kind", SPECS)
 def test_schemas_and_meta(kind, directions, device):
     for cols in (32, 130):
-        # All rows live: opcheck compares the values of two runs, and rows of nobody have none.
+        # All rows live: opcheck compares the values of two runs, and rows of no group have none.
         x, offsets = rows_of(cols, torch.bfloat16, device, [128, 256], 0)
         torch.library.opcheck(
             torch.ops.te.grouped_quantize.default, (x, offsets, spec_of(kind)[1], *directions),

@@ -131,7 +131,7 @@ def test_lists_that_no_one_call_takes(device):
         _C.quantize_list([same_kind[0], None], [x, x], True, True)
 
 
-# A state that a matrix alone is refused for is none of a list's: it would be read past its end, or as another dtype.
+# A list refuses the states that a single matrix refuses: it would read past their end, or as another dtype.
 @pytest.mark.parametrize("where", ["scale", "amax"])
 @pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(1, dtype=torch.float64)])
 def test_states_that_do_not_fit(wrong, where, device):
@@ -146,7 +146,7 @@ def test_states_that_do_not_fit(wrong, where, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_into_what_there_is_unless_a_flag_says_no(kind, device):
+def test_into_existing_outputs_unless_a_flag_is_set(kind, device):
     old, new = (values(3, (17, 48), torch.bfloat16, device)[:1] * 3 for _ in range(2))
     new = [x * 2 for x in new]
     made_by = quantizers(kind, 3, device)

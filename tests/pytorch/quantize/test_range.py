@@ -1,5 +1,6 @@
-# quantize, ranges of a matrix by the functional forms: amaxes whose largest are the whole's, bytes and scales equal to
-# the whole quantized at once wherever it is cut, into the whole and alone; versions, torch.compile, opcheck, errors.
+# quantize, ranges of a matrix by the functional forms: the largest of their amaxes is that of the whole; bytes and
+# scales equal those of the whole quantized at once wherever it is cut, into the whole and alone; versions,
+# torch.compile, opcheck, errors.
 import itertools
 import math
 
@@ -69,7 +70,8 @@ def test_every_cut_gives_the_whole(device, rows, cols, source, dtype, kind, e5m2
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_nothing_but_the_range_is_touched(kind, device):
-    """Bytes of others, those between the columns and the pitch, and whoever else has the buffer."""
+    """Other bytes stay: those of other ranges, those between the columns and the pitch, and other uses of the
+    buffer."""
     buffer = torch.full((130 * 272 + 32,), 0xAB, dtype=torch.uint8, device=device)
     data = buffer[16:].as_strided((130, 264), (272, 1))
     x = draw(130, 264, torch.float32, device)

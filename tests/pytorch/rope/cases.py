@@ -1,4 +1,4 @@
-"""What the suites of rotary embedding share: what they draw. No test is here."""
+"""Helpers of the suites of rotary embedding: drawn inputs. No test is here."""
 
 import torch
 

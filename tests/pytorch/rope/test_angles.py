@@ -69,7 +69,7 @@ def test_angles_are_interpolated(device):
 
 
 def test_a_factor_alone_changes_nothing():
-    """As in the API, where the length that a model was trained with says what is interpolated; and it is told."""
+    """As in the API, where only pretrained_max_position_embeddings enables interpolation; a warning reports it."""
     with pytest.warns(UserWarning, match="'seq_len_interpolation_factor' has no effect without") as caught:
         rotary = te.RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
     assert caught[0].filename == __file__

@@ -64,7 +64,7 @@ def expect_near(got, want, x, rot_dim, interleaved):
     """|got - want| <= 4 u (|x| + |partner|) + half a unit of the dtype, u = 2^-24.
 
     sin and cos of the float32 angle are within 2 u, the product and the sum round by u each (arithmetic in float32);
-    the transpose has the same terms, so the bound serves gradients with x = dy. What is not rotated is exact."""
+    the transpose has the same terms, so the bound serves gradients with x = dy. Features without rotation are exact."""
     size = x.double().abs()
     size = size[..., :rot_dim] + rotate_half(x.double()[..., :rot_dim], interleaved).abs()
     before = 4 * 2.0**-24 * size
@@ -144,7 +144,7 @@ def test_gradients_of_any_layout(device):
     assert torch.equal(strided, torch.autograd.grad(functional.rope(q, freqs=freqs), q, dy.contiguous())[0])
 
 
-def test_gradients_that_nobody_needs(device):
+def test_unneeded_gradients(device):
     freqs = angles(device, 5, 16)
     q, k = (draw(device, 5, 2, 4, 16, seed=s).requires_grad_() for s in (1, 2))
     both = torch.autograd.grad(functional.rope(q, k, freqs=freqs), (q, k), (q.detach(), k.detach()))

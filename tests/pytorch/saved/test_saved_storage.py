@@ -1,4 +1,4 @@
-# What stands for a saved tensor: versions, storages that are resized, views of one storage, memory that was let go,
+# The replacement of a saved tensor: versions, storages that are resized, views of one storage, memory that was let go,
 # quantized tensors part by part. Mutants: offering a storage for each view (no look into memory_ in
 # StorageHandler::memory_of, csrc/saved_hooks/saved_tensor_hooks.cpp), sharing one that was let go (there() there), a
 # view from its memory's start (saved.offset there) turn these red.

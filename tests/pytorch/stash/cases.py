@@ -1,4 +1,4 @@
-# What the stash suites share: counters, members of every kind, steps of layers with and without a stash, and originals
+# Helpers of the stash suites: counters, members of every kind, steps of layers with and without a stash, and originals
 # that are overwritten once a stash has let them go, so that nothing passes by reading them.
 import contextlib
 import ctypes
@@ -141,7 +141,7 @@ def dead_rows_zero(x, live):
 
 def step(module, inputs, counters, stash=None, gradient=None, overwrite=True, order="fifo"):
     """Results and gradients of a step over microbatches, all in flight before the first backward; only live rows count
-    for the loss. What groups let go is written over in between, and its bytes are returned too."""
+    for the loss. Memory that groups let go is overwritten in between, and its bytes are returned too."""
     module.zero_grad(set_to_none=True)
     given = [x.detach().clone().requires_grad_() for x in inputs]
     with Originals() as originals:

@@ -1,5 +1,5 @@
-# A stash beside what is no step of its own: probes, validations, warm-ups of captures, graphs that stay, a loop without
-# reset(). Each leaves the step that runs as it was. Mutants: a probe that passes by the schedule (step_now()), a visit
+# A stash beside calls outside of its steps: probes, validations, warm-ups of captures, graphs that stay, a loop without
+# reset(). Each leaves the running step as it was. Mutants: a probe that passes by the schedule (step_now()), a visit
 # aside whose backward is let through (refuse_backward()), aside steps kept over a reset(), `leaves` of a group whose
 # own backward is next, no pass_ended() in warm_up(), records kept for ever (forget_records()), `captured` not noted in
 # store(): each turns tests red.

@@ -1,4 +1,4 @@
-# What only a device can show: the host waits for nothing in a step, a verdict that is asked for leaves a busy stream
+# Checks that need a device: the host waits for nothing in a step, a verdict that is asked for leaves a busy stream
 # alone, and a captured step does not drift. Mutants: a counter that is read by the host, synchronize() in reset() or in
 # verdict(), pages that a replay does not give back: each turns these red.
 import random
@@ -59,7 +59,7 @@ def test_the_host_waits_for_nothing(scheduled, options):
             busy = not torch.cuda.current_stream().query()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert busy, "somebody waited for the stream"
+        assert busy, "the host waited for the stream"
         assert verdict is None or verdict.ok
         same(found, expected)
         numbers = report(stash)

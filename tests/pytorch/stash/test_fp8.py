@@ -1,9 +1,9 @@
-# Groups in FP8, whose rows after the live ones hold something else: each module under each recipe gives the gradients
-# of a run that keeps everything, bit for bit, however many rows are alive. What a backward quantizes again has the
-# forward's scales: of a whole tensor they are kept, of a block of 128 rows its other rows leave too. Mutants: no scales
-# kept of groups (used_scales() of HostGroups), no rows after the live ones (RowsBehind in LayerChain::forward), an
-# operand that is kept not told from one that is quantized again, rows after the live ones that a plan does not count
-# (sizes.py), kAllRows taken all the same (live_rows()): each turns tests red.
+# Groups in FP8, whose rows after the live ones hold other values: each module under each recipe gives the gradients of
+# a run that keeps everything, bit for bit, however many rows are alive. A backward that quantizes an operand again uses
+# the forward's scales: the scale of a whole tensor is kept; of a block of 128 rows, the block's other rows leave too.
+# Mutants: no scales kept of groups (used_scales() of HostGroups), no rows after the live ones (RowsBehind in
+# LayerChain::forward), a kept operand that is taken for one that is quantized again, rows after the live ones that a
+# plan does not count (sizes.py), kAllRows taken all the same (live_rows()): each turns tests red.
 import copy
 
 import pytest
@@ -96,7 +96,7 @@ def test_modules(kind, recipe, device):
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "block, any scales"])
-def test_groups_that_the_device_knows(recipe, device):
+def test_groups_with_sizes_on_the_device(recipe, device):
     """A group whose rows are all live."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 

@@ -182,7 +182,7 @@ def test_what_is_marked_stays(device):
 
 
 @pytest.mark.parametrize("state", ["kept", "back"])
-def test_memory_that_nobody_wants_goes_back_alone(state, device):
+def test_memory_of_a_finished_node_is_freed_alone(state, device):
     """A tensor's memory lives as long as its node, not as long as the group."""
     counter = count(17, device)
     with made(device, device_pages=None if state == "kept" else 4096) as stash:
@@ -203,7 +203,7 @@ def test_memory_that_nobody_wants_goes_back_alone(state, device):
         assert [segment.memory is None for segment in handle.segments] in ([], [True, True])
 
 
-def test_counts_are_said_inside_of_a_group_alone(device):
+def test_counts_are_announced_inside_of_a_group_alone(device):
     """After the group, nodes announce what they announced before it: nothing."""
     counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
 
@@ -246,7 +246,7 @@ def test_the_memory_plan(device):
         assert report(stash)["device_in_use"] == 0  # the plan's graph was freed
 
 
-def test_originals_are_dead_behind_the_wait(device):
+def test_originals_are_freed_after_the_wait(device):
     counter = count(17, device)
     with made(device) as stash:
         x = randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1

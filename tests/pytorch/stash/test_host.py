@@ -1,7 +1,7 @@
-# The host's work for a group: calls of Python in a step whose order is known, counted and not timed, so that they are
-# the same on every machine. What a tensor more costs is C++'s (csrc/saved_hooks/saved_tensor_hooks.cpp,
-# csrc/stash/stash_members.cpp), but for the observers that it may have. Mutants: a client of the door in Python, a
-# scheduler that is an autograd.Function, a second question whether anything is recorded: each turns these red.
+# The host's work for a group: calls of Python in a step with a recorded order, counted and not timed, so that they are
+# the same on every machine. C++ does the work of a further tensor (csrc/saved_hooks/saved_tensor_hooks.cpp,
+# csrc/stash/stash_members.cpp), but for its observers. Mutants: a storage handler in Python, a scheduler that is an
+# autograd.Function, a second question whether anything is recorded: each turns these red.
 import sys
 
 import pytest

@@ -1,9 +1,9 @@
-# What is seldom asked of a stash: words of classes of their own, groups of a stash that is closed or that nobody has
-# any more, handles of steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc: no
-# passes_by() in post(), is_neg() not asked in is_whole() (stash_front.cpp); pieces that nobody wants not dropped in
-# has_members(), counters not looked at in store() (stash_handle.cpp); no free_leaving() in wanted(), no visit_.reset()
-# in exit(), no look at handle.noted, all handles forgotten by the sweep (stash_step.cpp); no look at the microbatch in
-# backward() (stash_schedule.cpp); nothing stored behind a load that keeps (stash_pool.cpp): each turns tests red.
+# Rare uses of a stash: words of classes of their own, groups of a stash that is closed or that was dropped, handles of
+# steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc: no passes_by() in post(),
+# is_neg() not asked in is_whole() (stash_front.cpp); unneeded pieces not dropped in has_members(), counters not looked
+# at in store() (stash_handle.cpp); no free_leaving() in wanted(), no visit_.reset() in exit(), no look at handle.noted,
+# all handles dropped by the sweep (stash_step.cpp); no look at the microbatch in backward() (stash_schedule.cpp);
+# nothing stored after a load that keeps (stash_pool.cpp): each turns tests red.
 import enum
 import gc
 import weakref
@@ -91,7 +91,7 @@ def test_a_group_of_a_stash_that_is_closed(device):
         same([w.grad], [x.t() @ torch.ones(ROWS, WIDTH, device=device)])
 
 
-def test_a_group_of_a_stash_that_nobody_has(device):
+def test_a_group_outlives_its_stash(device):
     x, w, counter = parts(device)
     group = PagedStash(page_bytes=256, device_pages=64, device=device).group("a", counter)
     gc.collect()
@@ -145,7 +145,7 @@ def test_a_handle_of_the_step_before_is_no_load_of_this_one(device):
         assert all(handle.group is None for handle in handles)
 
 
-def test_nothing_that_requires_a_gradient_behind_a_group(device):
+def test_no_tensor_that_requires_a_gradient_after_a_group(device):
     with made(device) as stash:
         x, w, counter = parts(device)
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_counter_that_changes_between_a_group_and_its_scheduler(device):
         assert stash.verdict(wait=True).ok
 
 
-def test_rows_that_are_no_whole_units(device):
+def test_rows_that_do_not_fill_units(device):
     """With whole units alone, the last rows would be lost."""
     with made(device) as stash:
         x, w, counter = randn(10, WIDTH, device=device), parts(device)[1], count(3, device)
@@ -247,7 +247,7 @@ def test_hundreds_of_handles_are_over_with_their_step(device):
                 stash.reload(handle)
 
 
-def test_a_group_comes_back_once_in_what_was_recorded(device):
+def test_a_recorded_group_comes_back_once(device):
     """A plan would count its pages twice."""
     with made(device) as stash:
         x, w, counter = parts(device)

@@ -1,7 +1,6 @@
-# What a stash is not to be asked: each has an outcome with a name, the step behind it is whole, and nothing is ever
-# silently another value. Mutants: a tensor inside of a counted one that has a counter of its own (no look at
-# inside->offset in csrc/stash/stash_members.cpp), entries of a step that is over (no runs() in stash_step.cpp): each
-# turns tests red.
+# Uses that a stash refuses: each has an outcome with a name, the step after it is whole, and nothing is ever silently
+# another value. Mutants: a tensor inside of a counted one that has a counter of its own (no look at inside->offset in
+# csrc/stash/stash_members.cpp), entries of a step that is over (no runs() in stash_step.cpp): each turns tests red.
 import gc
 import math
 

@@ -1,7 +1,7 @@
-# Delayed scaling around a step that is lost: what runs again, and every step behind one that the gate has kept out,
-# gives the bits of a run in which nothing was lost. Mutants: scales that rerun() leaves, states that came in the bad
-# step left as they are (`fresh` in scales.py), `changed()` not said, scales put back whatever the gate says, no
-# settling in reset(), verdict() or gate(), host states put back for a step that was replayed, a Snapshot without the
+# Delayed scaling around a step that is lost: a step that runs again, and every step after one that the gate has kept
+# out, give the bits of a run in which nothing was lost. Mutants: scales that rerun() leaves, states that came in the
+# bad step left as they are (`fresh` in scales.py), `changed()` not called, scales put back without a look at the gate,
+# no settling in reset(), verdict() or gate(), host states put back for a step that was replayed, a Snapshot without the
 # trackers' states: each turns tests red.
 import copy
 
@@ -102,7 +102,7 @@ def test_a_step_that_the_gate_keeps_out(rule, told, bad, device):
                     told, small.close
                 )()
                 if k:
-                    assert_same_state(first, second, "behind the bad step")
+                    assert_same_state(first, second, "after the bad step")
                 continue
             stash.reset()
             step(first, x, recipe, stash)
@@ -130,7 +130,7 @@ def test_a_bad_step_that_is_replayed(device, monkeypatch):
         state = torch.get_rng_state()
         stash.rerun(lambda: drawn.append(torch.get_rng_state()))
         assert handle and torch.equal(drawn[0], state)
-        assert_same_state(layers, second, "behind a replay")
+        assert_same_state(layers, second, "after a replay")
 
 
 def test_recomputation_reads_the_scales_that_are_put_back(device):

@@ -1,6 +1,6 @@
-# The schedulers' duties one by one, by the log of what was given to the lanes; pipelines of one rank, recorded and from
+# The schedulers' duties one by one, by the log of the work on the streams; pipelines of one rank, recorded and from
 # _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
-# that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, behind a forward
+# that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, after a forward
 # or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
 # not noted, peak pages of all groups at once (happened in plan.py), a handle by its group's name alone: each turns
 # tests red.
@@ -41,7 +41,7 @@ def three(device):
 
 @pytest.fixture
 def known(device):
-    """The log of the second step of a stash that knows the order of three layers."""
+    """The log of the second step of a stash that has recorded the order of three layers."""
     with made(device) as stash:
         chunks_in_order([1, -1], 3, three(device), device, stash)
         stash.reset()
@@ -240,7 +240,7 @@ def test_generated_orders(order, live, pool, scheduled):
             stash.reset()
 
 
-def test_a_handle_behind_a_group_does_not_keep_its_originals(device):
+def test_a_handle_after_a_group_does_not_keep_its_originals(device):
     with made(device) as stash:
         y = layer(randn(ROWS, WIDTH, device=device, requires_grad=True), stash, "a", count(20, device), [])
         group = next(h for h in stash.step.handles if h.name == "a")

@@ -215,7 +215,7 @@ def test_a_lost_group_is_nan(device):
         assert stash.verdict(wait=True).ok
 
 
-def test_a_handle_that_nobody_wants_gives_its_pages_back(device):
+def test_a_dropped_handle_gives_its_pages_back(device):
     with made(device, debug=True) as stash:
         handle = stash.stash("a", [filled(50, 16, torch.uint8, device)], count(20, device))
         assert report(stash)["device_in_use"] == 2

@@ -1,6 +1,6 @@
-# Who waits for whom: on lanes whose work runs as late, or as early, as the waits allow, steps have the bits of a run
-# without a stash, and the same pages as on lanes that run at once; with any wait left out they do not. So a wait that
-# is missing on a device is missed on a CPU.
+# The waits between streams: on streams whose work runs as late, or as early, as the waits allow, steps have the bits of
+# a run without a stash, and the same pages as on streams that run at once; with any wait left out they do not.
+# Therefore a CPU finds a wait that is missing on a device.
 import gc
 
 import pytest

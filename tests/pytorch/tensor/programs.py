@@ -1,6 +1,6 @@
-# Programs over one quantized tensor, its views, aliases and copies, beside plain tensors that hold what torch would.
-# Values are compared after every line: those that nobody wrote have their bits, those that a line wrote what it wrote,
-# by one rounding of the format. A line may be refused; then nothing has changed.
+# Programs over one quantized tensor, its views, aliases and copies, beside plain tensors that hold the values of torch.
+# Values are compared after every line: values that were not written have their bits, those that a line wrote equal the
+# written ones, by one rounding of the format. A line may be refused; then nothing has changed.
 import copy
 import io
 import pickle
@@ -53,7 +53,7 @@ def held_by(t):
 
 
 class Tensors:
-    """What a program works on."""
+    """The tensors of a program."""
 
     def __init__(self, program, format_name):
         self.p, self.format = program, format_name
@@ -86,7 +86,7 @@ class Tensors:
         return f"t{self.count}"
 
     def new(self, tensor, how):
-        """A name of memory of its own, whose values are what it holds: what it should hold is the caller's to check."""
+        """A name of memory of its own, with the values that it holds: the caller checks whether these are right."""
         found = held_by(tensor)
         rows = found.get("rows", found.get("columns"))
         name = self.called()
@@ -119,14 +119,14 @@ class Tensors:
                 assert got.shape == wanted.shape, f"{held.name} has shape {tuple(got.shape)}"
                 if written is None or held.family is not written:
                     off = got != wanted
-                    what = "changed, and nobody wrote it"
+                    what = "changed, and no line wrote it"
                 else:
                     amax = max(float(held.rows.abs().max()), float(got.abs().max())) if got.numel() else 0.0
                     sizes = [float(h.rows.abs().max()) for h in self.names if h.family is written and h.rows.numel()]
                     base = written.largest = max(written.largest, *sizes)
                     candidates = (held.rows, held.columns)
                     near = [(got - c).abs() <= self.tolerance(c, max(amax, base), direction) for c in candidates]
-                    off, what = ~(near[0] | near[1]), "is not what was written"
+                    off, what = ~(near[0] | near[1]), "differs from the written values"
                 if off.any():
                     at = int(off.flatten().nonzero()[0])
                     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
@@ -136,8 +136,8 @@ class Tensors:
                     )
 
     def settle(self, family):
-        """What the written family holds from now on: names of a part first, the widest last. A direction that none of
-        them has is taken to be as the other one."""
+        """The values of the written family from now on: names of a part first, the widest last. A direction that none
+        of them has is taken to be as the other one."""
         names = sorted((h for h in self.names if h.family is family), key=lambda h: h.rows.numel())
         holds = [(held, held_by(held.tensor)) for held in names]
         for held, found in holds:
@@ -169,7 +169,7 @@ class Tensors:
             self.p.say(f"  refused: {error}")
             return
         made = held.viewed(name, got[0], view)
-        if type(got[0]).__name__ == "ValuesView":  # a copy of values that cannot be written, and follows nobody
+        if type(got[0]).__name__ == "ValuesView":  # a copy of values that cannot be written, and follows no tensor
             made.family, made.rows, made.columns, made.closed = Family(), made.rows.clone(), made.rows.clone(), True
         self.join(made)
 

@@ -1,5 +1,6 @@
-# What the suites of sharded masters run on each of several ranks (ranks.py starts them): weights of every format in one
-# buffer of bytes, which the ranks share out in slices that know nothing of rows, blocks or weights.
+# The worker functions of the suites of sharded masters, which run on each of several ranks (ranks.py starts them):
+# weights of every format in one buffer of bytes, which the ranks share out in slices without regard to rows, blocks or
+# weights.
 import torch
 import torch.distributed as dist
 from quantized_cases import E4M3, E5M2, block2d, current, delayed, parts_of

@@ -1,6 +1,7 @@
-# Aliases and rows of a quantized tensor that hold other directions than it does: whoever is written, all of them have
-# the values, in the memory that they had. Mutants: a write that reaches nobody, one that makes new memory for the
-# direction that it lacks, one that does not count as a write to that, and members that are kept alive turn these red.
+# Aliases and rows of a quantized tensor that hold other directions than it does: a write to any of them gives all of
+# them the values, in the memory that they had. Mutants: a write that reaches no other, one that makes new memory for
+# the direction that it lacks, one that does not count as a write to that, and members that are kept alive turn these
+# red.
 import gc
 
 import pytest
@@ -144,7 +145,7 @@ def test_rows_and_their_tensor(device, name):
 
 
 @every_format
-def test_a_flag_that_says_no_reaches_nobody(device, name):
+def test_a_set_noop_flag_reaches_no_alias(device, name):
     t, alias = made_behind_the_alias(name, device)
     before = t.dequantize()
     alias.quantize_(randn(256, 48, device=device), noop_flag=torch.ones(1, device=device))
@@ -153,7 +154,7 @@ def test_a_flag_that_says_no_reaches_nobody(device, name):
 
 
 @every_format
-def test_a_backward_that_saved_what_only_the_alias_has_notices(device, name):
+def test_a_write_counts_for_parts_that_only_the_alias_has(device, name):
     t, alias = made_behind_the_alias(name, device)
     columns = [getattr(t, n) for n in t._of_direction("columnwise")]
     versions = [part._version for part in columns]
@@ -162,7 +163,7 @@ def test_a_backward_that_saved_what_only_the_alias_has_notices(device, name):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_whoever_writes_the_bytes_says_it_for_all(device, name):
+def test_a_write_of_bytes_is_reported_once_for_all(device, name):
     t = quantized(name, device)
     alias = t.detach()
     alias._data.zero_()
@@ -193,7 +194,7 @@ def test_what_cannot_be_made_of_the_other_direction_refuses_the_write(device, na
 
 
 @every_format
-def test_who_moves_to_other_memory_is_no_alias_any_more(device, name):
+def test_a_tensor_in_other_memory_is_an_alias_no_more(device, name):
     t, alias = made_behind_the_alias(name, device)
     before = t.dequantize()
     alias.data = quantized(name, device, columnwise=False)
@@ -208,7 +209,7 @@ def test_who_moves_to_other_memory_is_no_alias_any_more(device, name):
 
 
 @every_format
-def test_an_alias_keeps_nobody_and_tensors_may_be_swapped(device, name):
+def test_an_alias_keeps_no_tensor_alive_and_tensors_may_be_swapped(device, name):
     t, alias = made_behind_the_alias(name, device)
     columns = TensorWeakRef(getattr(t, t._of_direction("columnwise")[0]))
     other, other_alias = made_behind_the_alias(name, device)
@@ -249,7 +250,7 @@ def run(module, x, recipe):
 @every_recipe
 @pytest.mark.parametrize("taken", ["in training", "in evaluation", "data"])
 def test_a_gradient_reads_what_was_written_to_an_alias(device, recipe, taken):
-    """The weight drops its columns in evaluation and recomputes them in training, whoever holds it."""
+    """The weight drops its columns in evaluation and recomputes them in training, for all of its aliases."""
     module, x = held(device, recipe), randn(16, 128, device=device)
     alias = module.weight.detach() if taken == "in training" else None
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]()):

@@ -1,6 +1,6 @@
-# What torch's operations do to quantized tensors: what stays quantized, what computes with the values, what is written
-# back, and that views share memory or are no views. Mutants: a rule that forgets a part, an in-place op that quantizes
-# nothing, or a slice that lets columnwise data go stale turn these red.
+# torch's operations on quantized tensors: which results stay quantized, which operations compute with the values or
+# write them back, and that views share memory or are no views. Mutants: a rule that omits a part, an in-place op that
+# quantizes nothing, or a slice that lets columnwise data go stale turn these red.
 import copy
 
 import pytest
@@ -31,11 +31,11 @@ def pointers(t):
     return [p.data_ptr() for p in parts_of(t).values()]
 
 
-# ---- what a tensor says of itself ----
+# ---- attributes of a tensor ----
 
 
 @every_format
-def test_what_it_says_of_itself(device, name):
+def test_attributes_of_a_tensor(device, name):
     t = made(name, device, 3, 2, 40)
     assert isinstance(t, (torch.Tensor, te.QuantizedTensor)) and isinstance(t, te.QuantizedTensorStorage)
     assert (t.shape, t.size(1), t.dim(), t.numel(), t.nelement()) == ((3, 2, 40), 2, 3, 240, 240)

@@ -1,5 +1,5 @@
-# quantize_all: many quantized tensors take new values as each one's quantize_() gives them, those alike by one call.
-# Mutants: rows of a tensor taken for a tensor (_kind), a missing _written(); a batch that ends behind its first weight
+# quantize_all: many quantized tensors take new values as quantize_() of each gives them, those alike by one call.
+# Mutants: rows of a tensor taken for a tensor (_kind), a missing _written(); a batch that ends after its first weight
 # (adam_step.py) turns test_a_step_of_many_weights red.
 import copy
 
@@ -52,7 +52,7 @@ def test_as_each_alone(kind, device):
             assert all(p._version > v for p, v in zip((one, *one._tensors().values()), before, strict=True))
 
 
-# Parts of one memory, rows of another tensor, one tensor twice: in order, so that the last one's values stay.
+# Parts of one memory, rows of another tensor, one tensor twice: in order, so that the values of the last one stay.
 @pytest.mark.parametrize("kind", ["block", "current"])
 def test_memory_that_is_shared(kind, device):
     whole = MAKERS[kind](device)(randn(256, 32, dtype=torch.bfloat16, device=device))

@@ -71,7 +71,7 @@ def test_an_amax_that_is_there_already(device):
         current(use_existing_amax=True)
 
 
-def test_what_is_no_scale_is_refused():
+def test_invalid_scales_are_refused():
     one = torch.ones(1)
     for wrong in (1.0, None, one.double(), torch.ones(2)):
         for name in ("scale", "amax"):
@@ -261,7 +261,7 @@ def test_what_a_quantizer_in_python_leaves_out_is_named(device, role, family):
                 Lazy(E4M3, device)(randn(4, 4, device=device))
 
 
-def test_a_quantizer_without_a_body_says_so():
+def test_a_quantizer_without_a_body_is_named():
     bare = te.Quantizer(rowwise=True, columnwise=False)
     for call in (lambda: bare(torch.ones(2, 3)), lambda: bare._quantize_native(torch.ones(2, 3), True, False)):
         with refused(NotImplementedError, "Quantizer", "quantize_impl"):

@@ -16,7 +16,7 @@ KINDS = ("rowwise", "columnwise")
 
 
 def made(name, x, usages, internal, fp8_dtype=E4M3, device="cpu"):
-    """A tensor of that format whose parts lie in one buffer, between those of others."""
+    """A tensor of that format whose parts are in one buffer, between those of others."""
     usages = {kind: usages.get(kind, False) for kind in KINDS}
     if name == "hybrid":
         quantizers = [current(fp8_dtype, device), block2d(E5M2, device)]
@@ -191,7 +191,7 @@ def test_a_view_is_inside_of_the_buffer(shape, stride, words):
         restore_subview(torch.zeros(256, dtype=torch.uint8), Subview(0, torch.uint8, 0, shape, stride))
 
 
-def test_what_is_no_record_or_no_buffer():
+def test_invalid_records_and_buffers():
     record, buffer = Subview(0, torch.uint8, 0, (2,), (1,)), torch.zeros(256, dtype=torch.uint8)
     for bad in (tuple(record), None, record._replace(dtype="uint8")):
         with refused(TypeError, "restore_subview", "record", "Subview"):

@@ -1,5 +1,6 @@
-# A format with a recipe of its own, as CONTRIBUTING.md says how to add one: a quantizer that registers what recipes
-# call it by, and a recipe that names it. Modules, RecipeState, quantized weights find it, without a word anywhere else.
+# A format with a recipe of its own, added as CONTRIBUTING.md describes: a quantizer that registers the names by which
+# recipes call it, and a recipe that names it. Modules, RecipeState, quantized weights find it, without a change
+# anywhere else.
 import dataclasses
 
 import pytest
@@ -53,7 +54,7 @@ def run(recipe, device, quantized=False):
     return module, (y, x.grad, module.weight.grad, module.bias.grad)
 
 
-def test_a_scaling_belongs_to_who_registered_it():
+def test_a_scaling_belongs_to_the_class_that_registered_it():
     assert {SCALINGS[name] for name in (IN, WEIGHT, GRAD)} == {MyQuantizer}
     assert SCALINGS["current"] is te.Float8CurrentScalingQuantizer
     with refused(ValueError, "Another", repr(GRAD), "MyQuantizer"):
@@ -89,9 +90,9 @@ def test_recipe_state_and_alignment():
     assert get_align_size_for_quantization(MyScaling()) == 48
 
 
-def test_what_nobody_registered_and_what_cannot_be_traced():
-    with refused(ValueError, "MyScaling", "'nobody', wanted one of"):
-        run(MyScaling(names=("nobody", IN, GRAD)), "cpu")
+def test_an_unregistered_scaling_and_one_that_cannot_be_traced():
+    with refused(ValueError, "MyScaling", "'unknown', wanted one of"):
+        run(MyScaling(names=("unknown", IN, GRAD)), "cpu")
     with refused(ValueError, "MyScaling", "'delayed', wanted one of"):
         run(MyScaling(names=("delayed", IN, GRAD)), "cpu")
     with refused(NotImplementedError, "MyScaling", IN, "torch.compile"):

@@ -273,7 +273,7 @@ def test_through_safetensors(device, name, tmp_path):
     assert_same_bits(safetensors.torch.load_file(tmp_path / "values")["w"], values["w"].cpu())
 
 
-def test_safetensors_is_told_that_a_quantized_tensor_is_none_of_its_own(tmp_path):
+def test_safetensors_refuses_a_quantized_tensor(tmp_path):
     with refused(ValueError, "data_ptr", "Float8Tensor", "pack_state_dict"):
         safetensors.torch.save_file({"w": made("current", "cpu")}, tmp_path / "f")
 

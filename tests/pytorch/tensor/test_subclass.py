@@ -1,6 +1,6 @@
-# A class of somebody else's that derives from QuantizedTensor directly: data in attributes of its own, values by its
-# dequantize, new values by its quantize_. Mutants: operations that look for parts, aliases that copy, gradients that
-# end in dequantize turn these red.
+# A client's class that derives from QuantizedTensor directly: data in attributes of its own, values by its dequantize,
+# new values by its quantize_. Mutants: operations that look for parts, aliases that copy, gradients that end in
+# dequantize turn these red.
 import copy
 import pickle
 

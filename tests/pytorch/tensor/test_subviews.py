@@ -1,5 +1,5 @@
 # Many tensors in one byte buffer, and the records by which their parts leave it and come back. Mutants: restoring a
-# part by as_strided on the bytes (a scale with the byte dtype), or padding that nobody zeroes, turn these red.
+# part by as_strided on the bytes (a scale with the byte dtype), or padding that is not zeroed, turn these red.
 import itertools
 
 import pytest
@@ -90,7 +90,7 @@ def test_any_shapes_together(shapes, name):
         assert_same_tensor(t, FP8_FORMATS[name]()(x))
 
 
-def test_amaxes_stand_in_the_buffer_and_are_noted(device):
+def test_amaxes_are_in_the_buffer_and_are_noted(device):
     for make in (delayed, current):
         quantizer = make(device=device, **({} if make is delayed else {"amax": torch.zeros(1, device=device)}))
         sources = [torch.full((2, 3), v, device=device) for v in (3.0, -7.0, 5.0)]
@@ -124,8 +124,8 @@ def test_none_and_what_does_not_fit():
 @every_fp8
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_out_of_one_buffer_and_into_another(device, name, shape):
-    """What offload does: the bytes move as one, the parts come back as views of the moved bytes: class, dtypes, shapes,
-    strides, values, usages and aliasing are what they were."""
+    """As offload does: the bytes move as one, the parts come back as views of the moved bytes: class, dtypes, shapes,
+    strides, values, usages and aliasing are unchanged."""
     made, _ = many(name, device, [(3, 8), shape, (7, 7)], internal=True)
     storage = made[1]
     wanted, native = parts_of(storage), {n: p.clone() for n, p in parts_of(storage).items()}
@@ -187,7 +187,7 @@ def test_records_that_do_not_fit_change_nothing():
 @every_fp8
 @pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
 def test_records_that_overlap(device, kind, name):
-    """A scale that is said to lie where the data does would be read from the data's bytes."""
+    """A scale whose record has the offset of the data would be read from the data's bytes."""
     made = FP8_FORMATS[name](device=device).multi_quantize([randn(32, 64, device=device)])[0]
     info = getattr(made, f"get_{kind}_subview_info")()
     buffer, before = buffer_of(parts_of(made)[next(iter(info))]), parts_of(made)

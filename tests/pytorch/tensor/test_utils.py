@@ -1,5 +1,5 @@
-# tensor.utils: weights whose data lie in a buffer, masters cast into them part by part over 1 to 4 ranks, what is made
-# of gathered data, in modules too. Each expectation is the whole master quantized at once.
+# tensor.utils: weights with their data in a buffer, masters cast into them part by part over 1 to 4 ranks, the results
+# from gathered data, in modules too. Each expectation is the whole master quantized at once.
 import copy
 
 import pytest
@@ -35,7 +35,7 @@ def master(*shape, seed=0, device="cpu"):
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    """What each of four ranks found in the groups of the first one to four of them."""
+    """The results of each of four ranks in the groups of the first one to four of them."""
     return on_ranks(shard_workers.in_groups, BOUNDS, STEPS, ranks=max(BOUNDS), device="cpu")
 
 
@@ -92,7 +92,7 @@ def test_a_whole_master(name, device):
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_a_backward_that_saved_the_weight_notices(name):
+def test_a_backward_that_saved_the_weight_raises(name):
     weight = IN_PARTS[name]()(torch.ones(32, 32))
     saved = shard_workers.raw_of(weight)
     y = (torch.ones(32, 32, requires_grad=True) * saved).sum()
@@ -199,7 +199,7 @@ def test_data_in_a_buffer(name, pitch, device):
     assert buffer.any() and weight.dequantize().any()
 
 
-def test_a_module_whose_weight_lies_in_a_buffer(device):
+def test_a_module_with_its_weight_in_a_buffer(device):
     """Neighbours in the buffer, NaN in both formats, take no part in products."""
     with te.quantized_model_init(recipe=RECIPES["current"]):
         module = te.Linear(40, 21, device=device, params_dtype=torch.bfloat16)
@@ -222,7 +222,7 @@ def test_a_module_whose_weight_lies_in_a_buffer(device):
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_columnwise_data_follow_the_gathered_ones(name, device):
-    """However they got there, in the memory that they had; let go of, they come back when a forward wants them."""
+    """They are in the memory that they had; after they were dropped, they come back when a forward needs them."""
     weight = IN_PARTS[name](device=device)(torch.ones(130, 40, device=device))
     wanted = IN_PARTS[name](device=device)(master(130, 40, device=device))
     addresses = {n: t.data_ptr() for n, t in parts_of(weight).items()}

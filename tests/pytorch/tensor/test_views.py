@@ -1,7 +1,7 @@
 # Writes through views of quantized tensors: rows are written where they are, whatever the scale, and every direction
-# follows; what is no view of the memory cannot be written. Mutants: a row view that writes its own scale, one that
-# leaves columnwise data as they were, rows that clip what their tensor's scale has no room for, and values of a view
-# that take a write without a word turn these red.
+# follows; a result that is not a view of the memory cannot be written. Mutants: a row view that writes its own scale,
+# one that leaves columnwise data as they were, rows that clip values for which their tensor's scale has no room, and
+# values of a view that take a write without an error turn these red.
 import copy
 import io
 
@@ -74,7 +74,7 @@ WRITES = {
 @both_or_one
 @pytest.mark.parametrize("write", WRITES)
 def test_rows_are_written_and_no_others(device, name, columnwise, write):
-    """What fits the scale that there is changes nothing beside it."""
+    """Values that fit the existing scale change nothing beside them."""
     t = quantized(name, device, columnwise)
     before, version = t.dequantize(), t._version
     plain = before.clone()
@@ -98,7 +98,7 @@ def test_rows_are_written_and_no_others(device, name, columnwise, write):
 @both_or_one
 @pytest.mark.parametrize("rows", [(0, 2), (1, 4), (5, 6)], ids=str)
 def test_what_has_no_room_takes_all_rows_along(device, name, columnwise, rows):
-    """100 times larger than what is there: nothing is clipped, and the other rows keep their values but for a
+    """100 times larger than the values before: nothing is clipped, and the other rows keep their values but for a
     rounding."""
     first, last = rows
     values = randn(last - first, 40, device=device) * 100
@@ -133,7 +133,7 @@ def test_what_is_written_to_the_whole_shows_in_its_rows(device, name, columnwise
 
 @with_rows
 def test_rows_alone_in_a_tensor_are_quantized_as_such(device, name):
-    """A shard with padding behind it: nothing else wants the scale, which may become smaller again."""
+    """A shard with padding after it: no other values need the scale, which may become smaller again."""
     whole = quantized(name, device, False, (256, 48)).new_zeros(256, 48)
     rows = torch.nn.Parameter(whole[:128]) if name == "block2d" else torch.nn.Parameter(whole.narrow(0, 0, 100))
     for factor in (3.0, 200.0, 2.0**-6):
@@ -150,7 +150,7 @@ def test_rows_alone_in_a_tensor_are_quantized_as_such(device, name):
 @with_rows
 @both_or_one
 def test_a_tensor_is_filled_piece_by_piece(device, name, columnwise):
-    """Whatever lay in memory that nobody had written."""
+    """With any bytes in the unwritten memory."""
     like, values = quantized(name, device, columnwise), randn(384, 48, device=device) / 50
     for factor in (1.0, 2.0**-8):
         t = torch.empty_like(like)
@@ -186,7 +186,7 @@ def test_rows_take_quantized_rows(device, name):
     assert_directions_agree(t)
 
 
-def test_a_flag_that_says_no_changes_no_rows(device):
+def test_a_set_noop_flag_changes_no_rows(device):
     for noop, changed in ((1.0, False), (0.0, True)):
         t = quantized("current", device, True, (6, 40))
         before = t.clone()
@@ -234,7 +234,7 @@ def test_directions_that_rows_made_for_themselves_follow(device, name):
     assert_directions_agree(t)
 
 
-def test_a_backward_that_saved_the_tensor_notices_rows(device):
+def test_a_backward_that_saved_the_tensor_detects_written_rows(device):
     weight = torch.nn.Parameter(quantized("current", device, True, (6, 40)))
     y = randn(3, 40, device=device, requires_grad=True) @ weight.t()
     with torch.no_grad():
@@ -244,8 +244,8 @@ def test_a_backward_that_saved_the_tensor_notices_rows(device):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_transpose_that_is_no_longer_valid_stays_so_until_it_is_made_anew(device, name):
-    """Whoever wrote the bytes has said so: copies, aliases and writes do not take it for valid again."""
+def test_an_invalid_transpose_stays_invalid_until_it_is_made_again(device, name):
+    """After a direct write of the bytes was announced, copies, aliases and writes do not take it for valid again."""
     t = quantized(name, device, True, (6, 40))
     t._data.zero_()
     t._reset_caches()
@@ -264,7 +264,7 @@ def test_a_transpose_that_is_no_longer_valid_stays_so_until_it_is_made_anew(devi
     assert torch.equal(parameter.dequantize(), t.dequantize())
 
 
-# ---- what is no view ----
+# ---- results that are not views ----
 
 VALUES = {
     "t": lambda t: t.t(),
@@ -307,7 +307,7 @@ def test_values_of_a_view_are_read_and_not_written(device, name, view):
     values, want = VALUES[view](t), VALUES[view](t.dequantize())
     assert values.stride() == want.stride()
     assert_same_bits(values.float(), want)
-    if name == "identity":  # whose values lie in memory
+    if name == "identity":  # its values are memory
         values.zero_()
         assert not torch.equal(t.dequantize(), before)
         return
@@ -322,7 +322,7 @@ def test_values_of_a_view_are_read_and_not_written(device, name, view):
     assert_same_bits(values, want)
 
 
-def test_values_of_a_view_are_plain_to_everyone_else(device):
+def test_results_from_values_of_a_view_are_plain(device):
     t = quantized("current", device, True, (6, 40))
     values, want = t.t(), t.dequantize().t()
     for made in (values + 0, values.clone(), values.contiguous(), values.to(torch.float64), torch.stack([values])):

@@ -1,6 +1,6 @@
-# What PyTorch does around quantized tensors: torch.compile, casts and moves of modules, optimizers, DDP and FSDP2 on
-# two processes over gloo. Mutants: a flattened context that compares quantizers by identity, shards that do not agree
-# on a scale, or nn.Module.half that dequantizes turn these red.
+# Quantized tensors in PyTorch's wrappers: torch.compile, casts and moves of modules, optimizers, DDP and FSDP2 on two
+# processes over gloo. Mutants: a flattened context that compares quantizers by identity, shards that do not agree on a
+# scale, or nn.Module.half that dequantizes turn these red.
 import pytest
 import torch
 from quantized_cases import (
@@ -146,7 +146,7 @@ class Alone:
 @pytest.mark.parametrize("name", ["delayed", "current", "block2d", "identity"])
 @pytest.mark.parametrize("shape", [(5, 7), (32, 48), (130, 40)], ids=str)
 def test_gathering_into_memory_that_was_given_back(device, name, shape):
-    """FSDP2 frees what a gathered tensor stands on, and takes as much again for the next one: nothing in it lasts."""
+    """FSDP2 frees the memory of a gathered tensor, and takes as much again for the next one: nothing in it lasts."""
     t = made(name, device, *shape)
     call = (Alone(), t.shape, t.stride(), None, None)
     inputs, metadata = t.fsdp_pre_all_gather(*call)

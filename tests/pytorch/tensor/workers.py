@@ -1,4 +1,4 @@
-# What the suites of quantized tensors run on each of several ranks (ranks.py starts them).
+# The worker functions of the suites of quantized tensors, which run on each of several ranks (ranks.py starts them).
 import warnings
 
 import torch
@@ -73,7 +73,7 @@ def fsdp2(rank, folder):
 
 
 def fsdp2_refusals(rank):
-    """What the formats say whose blocks a shard would split."""
+    """The errors of the formats whose blocks a shard would split."""
     mesh, found = init_device_mesh(here().type, (2,)), {}
     for name, shape in (("block1d", (256, 48)), ("block2d", (130, 48)), ("hybrid", (256, 48))):
         module = fully_shard(Layer(name, shape), mesh=mesh)
