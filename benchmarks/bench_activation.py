@@ -63,23 +63,23 @@ def run(bench, dtype, shape):
         return bench.randn(rows, cols, dtype=dtype)
 
     case = Case("1", "swiglu", dtype, shape, "forward", bytes=3 * element)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda x: _C.activation_fwd(x, "swiglu", params)}
         bench.compare(case, ours | peers(bench, swiglu, swiglu), lambda: (x(),))
 
     case = Case("2", "swiglu", dtype, shape, "backward", bytes=6 * element)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda dy, x: _C.activation_bwd(dy, x, "swiglu", params, True)}
         others = peers(bench, backward_and_activation_eager, backward_and_activation_by_hand)
         bench.compare(case, ours | others, lambda: (dy(), x()))
 
     case = Case("2", "swiglu_no_emit", dtype, shape, "backward", bytes=5 * element)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda dy, x: _C.activation_bwd(dy, x, "swiglu", params, False)}
         bench.compare(case, ours | peers(bench, backward_eager, backward_by_hand), lambda: (dy(), x()))
 
     case = Case("2", "swiglu_module", dtype, shape, "forward+backward", bytes=8 * element)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": through_autograd(lambda x: functional.activation(x, "swiglu"))}
         plain = {name: through_autograd(peer) for name, peer in peers(bench, swiglu, swiglu).items()}
         bench.compare(case, ours | plain, lambda: (x().requires_grad_(), dy()))
@@ -101,13 +101,13 @@ def run_fp8(bench, dtype, shape):
         )
 
     case = Case("3", "swiglu_block", "fp8", shape, "forward", bytes=round(n * (2 * element + 2 * blocks)))
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda x: _C.activation_fwd_quantize(x, "swiglu", params, quantizer, True, True)}
         plain = peers(bench, lambda x: block_both(swiglu(x)), lambda x: block_both(swiglu(x)))
         bench.compare(case, ours | plain, lambda: (bench.randn(rows, 2 * cols, dtype=dtype),))
 
     case = Case("3", "swiglu_block", "fp8", shape, "backward", bytes=round(n * (3 * element + 5 * blocks)))
-    if bench.wants(case):
+    if bench.selects(case):
         plain = peers(bench, backward_by_hand_fp8, backward_by_hand_fp8)
 
         def inputs():

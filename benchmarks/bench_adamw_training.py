@@ -60,7 +60,7 @@ def main():
     dtype = preset.dtype
     times, peaks, losses = {}, {}, {}
     case = Case("26", "lm_adamw", dtype, shape, "step", flops=flops)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     batches = data.Batches(data.read_text(data.stdlib_files()), preset)
     for name, kind in KINDS.items():

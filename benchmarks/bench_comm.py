@@ -19,7 +19,7 @@ def ordered_sum(bench, dtype, shape):
     ranks, rows, cols = shape
     width = TORCH_DTYPES[dtype].itemsize
     case = Case("T", "comm_ordered_sum", dtype, shape, "forward", bytes=(ranks + 1) * rows * cols * width)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
 
     def plain(partials, bias):
@@ -35,7 +35,7 @@ def ordered_sum(bench, dtype, shape):
 
 def interleave(bench, shape):
     case = Case("T", "comm_interleave", "fp8", shape, "forward", bytes=2 * shape[0] * shape[1] * shape[2])
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     bench.compare(
         case,

@@ -35,7 +35,7 @@ def run(bench, dtype, shape):
     target = torch.randint(0, classes, (tokens,), device=bench.device)
     size = 2 * TORCH_DTYPES[dtype].itemsize * tokens * classes
     case = Case("25", "cross_entropy", dtype, shape, "forward+backward", bytes=size)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     losses = {
         "ours": lambda x: te.parallel_cross_entropy(x, target, reduce_loss=True),
@@ -81,10 +81,10 @@ def run_head(bench, dtype, shape):
         }
         steps = {name: step_of(loss) for name, loss in losses.items()}
         this = dataclasses.replace(case, op=case.op + suffix)
-        if bench.wants(this):
+        if bench.selects(this):
             bench.compare(this, steps, make)
         peak = dataclasses.replace(case, op=f"{case.op}_peak{suffix}", direction="keeps", flops=0)
-        if bench.cuda and bench.wants(peak):
+        if bench.cuda and bench.selects(peak):
             bench.record(peak, {name: peak_mib(step, make()) for name, step in steps.items()}, "MiB")
 
 

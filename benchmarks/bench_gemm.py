@@ -27,7 +27,7 @@ def run(bench, dtype, shape):
 
     for op, (direction, operands, layout, peer) in PRODUCTS.items():
         case = Case("11", op, dtype, shape, direction, flops=2 * m * n * k)
-        if bench.wants(case):
+        if bench.selects(case):
 
             def ours(a, b, layout=layout):
                 return _C.gemm(a, b, layout, "none", None, None, None)
@@ -35,7 +35,7 @@ def run(bench, dtype, shape):
             bench.compare(case, {"ours": ours, "torch eager": peer}, sets(operands))
 
     case = Case("11", "gemm_wgrad_accumulate", dtype, shape, "backward", flops=2 * m * n * k)
-    if bench.wants(case):
+    if bench.selects(case):
         out = torch.zeros(n, k, dtype=torch.float32, device=bench.device)
         contenders = {
             "ours": lambda x, dy: _C.gemm_accumulate(x, dy, "NT", out, False, False),

@@ -57,7 +57,7 @@ def run(bench, m, n, k, rates):
 
     def compare(op, direction, extents, scalings, dtype, contenders):
         case = Case("12", op, "fp8", (m, n, k), direction, flops=2 * m * n * k)
-        if not bench.wants(case):
+        if not bench.selects(case):
             return
         (a_outer, b_outer, depth), (a_scaling, b_scaling) = extents, scalings
 

@@ -44,7 +44,7 @@ def order(stages, microbatches):
 
 def host_time(bench):
     case = Case("23", "graphed_layernorm_mlp", "bf16", (TOKENS, HIDDEN, FFN_HIDDEN), STEP, flops=FLOPS)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return None
     eager = te.LayerNormMLP(HIDDEN, FFN_HIDDEN, device=bench.device, **OPTIONS)
     ours, torchs, aliased = (copy.deepcopy(eager) for _ in range(3))
@@ -87,7 +87,7 @@ def fp8_host_time(bench):
         return training_step(call, module.parameters())
 
     for name, case in cases.items():
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         ours, torchs = copy.deepcopy(eager), copy.deepcopy(eager)
         te.make_graphed_callables(ours, sets()[:1], enabled=True, recipe=RECIPES[name])
@@ -131,7 +131,7 @@ def replay_time(bench, graphed):
 def pipeline_memory(bench):
     tokens, hidden, ffn_hidden = PIPELINE
     case = Case("23", "graphed_pipeline", "bf16", (STAGES, MICROBATCHES, tokens, hidden), "keeps")
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
 
     def extra(**options):
@@ -173,7 +173,7 @@ def tail(bench):
     """A captured region with a tail, then products on the main stream that last about as long as the tail."""
     tokens, hidden = TAIL
     case = Case("23", "graphed_tail", "bf16", TAIL, "forward", bytes=2 * tokens * hidden)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     module = WithTail(tokens, hidden, bench.device)
     with torch.no_grad():

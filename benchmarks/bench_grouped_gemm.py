@@ -185,7 +185,7 @@ def contender(product, op):
 
 
 def compare(bench, case, layer, op, rates):
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     contenders = {"ours": contender(layer.ours, op)}
     if case.dtype == "fp8":
@@ -216,7 +216,7 @@ def run_host(bench, experts):
     rows = 8 * experts
     case = Case("18", "grouped_fprop_host", "bf16", (experts, rows, HOST_WIDTH, HOST_WIDTH), "forward",
                 flops=2 * rows * HOST_WIDTH**2)  # fmt: skip
-    if bench.wants(case):
+    if bench.selects(case):
         layer = Layer(bench, [8] * experts, HOST_WIDTH, HOST_WIDTH)
         bench.compare_host(case, {"ours": contender(layer.ours, "fprop")}, layer.inputs)
 

@@ -82,14 +82,14 @@ def run(bench, shape, kind):
     splits = routing(kind, experts, rows)
     options = {"bias": False, "params_dtype": TORCH_DTYPES[dtype]}
     module = te.GroupedLinear(experts, k, n, device=bench.device, **options)
-    if bench.wants(case("grouped_linear", dtype)):
+    if bench.selects(case("grouped_linear", dtype)):
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
         bench.compare(case("grouped_linear", dtype), {"ours": training_step(Called(module, splits)), **peer}, sets)
-    if bench.wants(case("grouped_linear_device", dtype)):
+    if bench.selects(case("grouped_linear_device", dtype)):
         there = Called(module, torch.tensor(splits, device=bench.device))
         peer = {"torch eager": training_step(TorchGrouped(module, splits, bench.device))}
         bench.compare(case("grouped_linear_device", dtype), {"ours": training_step(there), **peer}, sets)
-    if bench.wants(case("grouped_linear_device_main_grad", dtype)):
+    if bench.selects(case("grouped_linear_device_main_grad", dtype)):
         adding = te.GroupedLinear(experts, k, n, device=bench.device, fuse_wgrad_accumulation=True, **options)
         for p in adding.parameters():
             p.main_grad = torch.zeros(p.shape, device=bench.device)
@@ -101,7 +101,7 @@ def run(bench, shape, kind):
     for name, recipe in RECIPES.items():
         for where, rows_of in (("", splits), ("_device", there)):
             one = case(f"grouped_linear{where}_{name}", "fp8")
-            if bench.wants(one):
+            if bench.selects(one):
                 ours, plain = (training_step(Called(module, rows_of, how)) for how in (recipe, None))
                 bench.compare(one, {"ours": ours, "own bf16": plain}, sets)
 
@@ -120,7 +120,7 @@ def run_host(bench, experts):
         case = Case(
             "18", f"grouped_linear{op}_host", "bf16", shape, "forward+backward", flops=6 * shape[1] * HOST_WIDTH**2
         )
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
         module = te.GroupedLinear(experts, HOST_WIDTH, HOST_WIDTH, device=bench.device, **options)

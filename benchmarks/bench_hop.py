@@ -88,7 +88,7 @@ def main():
     words = Words(torch.zeros(1024, dtype=torch.int32, pin_memory=True))
     for op, run in (("hop", lambda *events: eager(words, *events)), ("hop_captured", captured(words))):
         case = Case("M", op, "fp32", (HOPS,), "forward", bytes=4)
-        if bench.wants(case):
+        if bench.selects(case):
             bench.record(case, {"ours": median_us(run)}, "us")
     bench.finish()
 

@@ -56,17 +56,17 @@ def main():
 
     def step(op, modules, shape, flops, dtype="bf16"):
         case = Case("H", op, dtype, shape, "forward+backward", flops=flops)
-        if bench.wants(case):
+        if bench.selects(case):
             contenders = dict(zip(("ours", "torch eager"), map(training_step, modules), strict=True))
             bench.compare_host(case, contenders, sets)
 
     shape = (TOKENS, HIDDEN, HIDDEN)
     case = Case("H", "linear", "bf16", shape, "forward", flops=2 * TOKENS * HIDDEN * HIDDEN)
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare_host(case, dict(zip(("ours", "torch eager"), linear, strict=True)), lambda: sets()[:1])
     for op, contenders in parts_of(linear).items():
         case = Case("H", op, "bf16", shape, "forward", flops=2 * TOKENS * HIDDEN * HIDDEN)
-        if bench.wants(case):
+        if bench.selects(case):
             bench.compare_host(case, contenders, lambda: sets()[:1])
     mlp_shape, linear_flops, mlp_flops = (TOKENS, HIDDEN, FFN_HIDDEN), 6 * HIDDEN * HIDDEN, 18 * HIDDEN * FFN_HIDDEN
     step("linear", linear, shape, TOKENS * linear_flops)

@@ -20,7 +20,7 @@ def run(bench, dtype, shape):
         return bench.randn(m, k, dtype=dtype, grad=True), bench.randn(m, n, dtype=dtype)
 
     case = Case("11", "linear", dtype, shape, "forward+backward", flops=6 * m * n * k)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = te.Linear(k, n, bias=False, params_dtype=torch_dtype, device=bench.device)
         plain = torch.nn.Linear(k, n, bias=False, dtype=torch_dtype, device=bench.device)
         bench.compare(case, {"ours": training_step(ours), "torch eager": training_step(plain)}, sets)
@@ -36,7 +36,7 @@ def run_fp8(bench, shape):
     plain = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=bench.device)
     for name in RECIPES:
         case = Case("12", f"linear_{name}", "fp8", shape, "forward+backward", flops=6 * m * n * k)
-        if bench.wants(case):
+        if bench.selects(case):
             contenders = {"ours": training_step(Quantized(linear, name)), "own bf16": training_step(linear)}
             bench.compare(case, contenders | {"torch eager": training_step(plain)}, sets)
 

@@ -29,11 +29,11 @@ def main():
         return bench.randn(tokens, hidden, dtype=dtype, grad=True), bench.randn(tokens, hidden, dtype=dtype)
 
     case = Case("14", "layernorm_mlp", dtype, shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare(case, {name: training_step(module) for name, module in modules.items()}, sets)
 
     case = Case("14", "layernorm_mlp", dtype, shape, "keeps")
-    if bench.wants(case):
+    if bench.selects(case):
         bench.record(case, {name: keeps_mib(module, sets()[0]) for name, module in modules.items()}, "MiB")
     if bench.cuda:
         run_fp8(bench, shape, modules["ours"], options, sets)
@@ -47,10 +47,10 @@ def run_fp8(bench, shape, plain, options, sets):
     for name, suffix, module in [(n, s, m) for s, m in (("", plain), ("_packed", packed)) for n in RECIPES]:
         op, ours = f"layernorm_mlp_{name}{suffix}", Quantized(module, name)
         case = Case("14f", op, "fp8", shape, "forward+backward", flops=18 * tokens * hidden * ffn_hidden)
-        if bench.wants(case):
+        if bench.selects(case):
             bench.compare(case, {"ours": training_step(ours), "own bf16": training_step(plain)}, sets)
         case = Case("14f", op, "fp8", shape, "keeps")
-        if bench.wants(case):
+        if bench.selects(case):
             own = keeps_mib(plain, sets()[0])
             bench.record(case, {"ours": keeps_mib(ours, sets()[0]), "own bf16": own}, "MiB")
 

@@ -91,7 +91,7 @@ class Run:
 
     def forward(self):
         case, gamma, beta, rms = self.case("5", "", "forward", 2), self.gamma, self.beta, self.rms
-        if self.bench.wants(case):
+        if self.bench.selects(case):
             ours = {"ours": lambda x: _C.normalization_fwd(x, None, gamma, beta, EPS, rms, False)}
             plain = {
                 name: lambda x, peer=peer: peer(x, gamma, beta)
@@ -101,7 +101,7 @@ class Run:
 
     def add_forward(self):
         case, gamma, beta, rms = self.case("6", "add_", "forward", 4), self.gamma, self.beta, self.rms
-        if self.bench.wants(case):
+        if self.bench.selects(case):
             ours = {"ours": lambda x, r: _C.normalization_fwd(x, r, gamma, beta, EPS, rms, False)}
             add_norm = add_then(self.plain)
             plain = {
@@ -128,7 +128,7 @@ class Run:
                 "forward",
                 bytes=round(3 * self.element + (2 + scales) * elements),
             )
-            if not self.bench.wants(case):
+            if not self.bench.selects(case):
                 continue
 
             def ours(x, r, q=quantizer):
@@ -146,7 +146,7 @@ class Run:
 
     def backward(self, *, residual):
         case = self.case("7", "add_" if residual else "", "backward", 4 if residual else 3)
-        if not self.bench.wants(case):
+        if not self.bench.selects(case):
             return
         gamma, rms = self.gamma, self.rms
         wanted = [True, True, not rms]
@@ -175,7 +175,7 @@ class Run:
 
     def module(self):
         case = self.case("7", "", "forward+backward", 5, suffix="_module")
-        if not self.bench.wants(case):
+        if not self.bench.selects(case):
             return
         rms = self.rms
 

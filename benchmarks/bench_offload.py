@@ -45,7 +45,7 @@ def link(bench, sizes):
         ("offload_link_back", lambda way: way.back, lambda *_: plain.copy_(pinned, non_blocking=True)),
     ):
         case = Case("O", name, "bf16", ("layer",), "forward", bytes=total)
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         way = Way(bench.device, tensors)
         if name.endswith("back"):
@@ -56,7 +56,7 @@ def link(bench, sizes):
 
 def pack(bench):
     case = Case("O", "offload_pack", "bf16", ("layer",), "forward", bytes=2 * PIECES * PIECE_BYTES)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     tensors = [bench.randn(PIECE_BYTES // 2, dtype="bf16") for _ in range(PIECES)]
     packed = torch.empty(PIECES * PIECE_BYTES, dtype=torch.uint8, device=bench.device)
@@ -121,7 +121,7 @@ def step(bench, op, hidden, ffn, tokens):
     kept = 2 * tokens * 2 * (hidden + ffn)  # saved by a layer: its norm's input and output, gate and up
     case = Case("O", op, "bf16", ("layer",), "forward+backward", bytes=2 * OFFLOADED * kept)
     peak = Case("O", f"{op}_peak", "bf16", ("layer",), "keeps")
-    if not (bench.wants(case) or bench.wants(peak)):
+    if not (bench.selects(case) or bench.selects(peak)):
         return
     options = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
     options |= {"params_dtype": torch.bfloat16, "device": bench.device}
@@ -136,9 +136,9 @@ def step(bench, op, hidden, ffn, tokens):
     def make():
         return bench.randn(tokens, hidden, dtype="bf16", grad=True), bench.randn(tokens, hidden, dtype="bf16")
 
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare(case, contenders, make)
-    if bench.cuda and bench.wants(peak):
+    if bench.cuda and bench.selects(peak):
         figures = {name: peak_mib(bench, run, make) for name, run in contenders.items()}
         # The caller holds the first layer's input, so offloading it frees nothing. And where the peak is now, after
         # the last layer, the gradient that comes in is no longer the caller's.
@@ -196,7 +196,7 @@ def graphed(bench, hidden, ffn, tokens):
     kept = 2 * tokens * 2 * (hidden + ffn)
     case = Case("O", "offload_graphed", "bf16", ("layer",), "forward", bytes=kept)
     peak = Case("O", "offload_graphed_peak", "bf16", ("layer",), "keeps")
-    if bench.wants(case):
+    if bench.selects(case):
         ours, plain = (captured(bench, hidden, ffn, tokens, 1, leave)[0][0] for leave in (True, False))
         stream, weight = torch.cuda.Stream(), bench.randn(hidden, hidden, dtype="bf16") * hidden**-0.5
         copy_us = kept / 55e3  # of pinned memory, at 55 GB/s
@@ -215,7 +215,7 @@ def graphed(bench, hidden, ffn, tokens):
         bench.compare(case, contenders, lambda: (bench.randn(tokens, hidden, dtype="bf16"),))
         for module in (ours, plain):
             module.reset()
-    if bench.wants(peak):
+    if bench.selects(peak):
         figures = {}
         for name, leave in (("libraries", False), ("ours", True), ("own bf16", False)):
             modules, figures[name] = captured(bench, hidden, ffn, tokens, LAYERS, leave)

@@ -67,7 +67,7 @@ def torch_fused(grads):
 
 def fp8_moments(bench, n):
     case = Case("26", "adamw_fp8_moments", "fp32", (n,), "step", bytes=16 * n)
-    if bench.wants(case):
+    if bench.selects(case):
         grads = [bench.randn(n, dtype="fp32")]
         step = step_of(FusedAdam, grads, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
         bench.compare(case, {"ours": lambda *_: step()}, lambda: grads)
@@ -76,7 +76,7 @@ def fp8_moments(bench, n):
 def flat(bench, n, op):
     column, weight, moments, master, size = LAYOUTS[op]
     case = Case("26", op, column, (n,), "step", bytes=size * n)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     given, step = lists(bench, n, weight, moments, master), stepper()
     contenders = {"ours": lambda *tensors: step(*([t] for t in tensors))}
@@ -88,7 +88,7 @@ def flat(bench, n, op):
 
 def norm(bench, n):
     case = Case("26", "l2norm", "fp32", (n,), "step", bytes=4 * n)
-    if bench.wants(case):
+    if bench.selects(case):
         flag = torch.zeros(1, dtype=torch.int32, device=bench.device)
         ours = {"ours": lambda x: functional.optimizer_l2norm([x], noop=flag)}
         bench.compare(
@@ -108,7 +108,7 @@ def captured(run):
 def many(bench, n, tensors):
     """The same elements as one tensor, and as many, both in a graph."""
     case = Case("26", "adamw_many", "fp32", (n, tensors), "step", bytes=28 * n)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     given, step = lists(bench, n, "fp32", "fp32", None), stepper()
     pieces = [list(t.split(-(-n // tensors))) for t in given]
@@ -122,7 +122,7 @@ def many(bench, n, tensors):
 def host(bench, tensors, size):
     """Microseconds of the host a tensor, in an eager step of the optimizer."""
     case = Case("26", "adamw_many_host", "fp32", (tensors, size), "step", bytes=28 * size)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     grads = list(bench.randn(tensors * size, dtype="fp32").split(size))
     contenders = {"ours": step_of(FusedAdam, grads), "torch fused": torch_fused(grads)}
@@ -141,7 +141,7 @@ def on_cpu(bench):
     flat(bench, CPU_PARAMETERS, "adamw")
     norm(bench, CPU_PARAMETERS)
     case = Case("26", "adamw_many", "fp32", (CPU_TENSORS, CPU_SIZE), "step", bytes=28 * CPU_TENSORS * CPU_SIZE)
-    if bench.wants(case):
+    if bench.selects(case):
         whole, step = lists(bench, CPU_TENSORS * CPU_SIZE, "fp32", "fp32", None), stepper()
         given = [[t.clone() for t in each.split(CPU_SIZE)] for each in whole]
         fused = torch_fused(given[0])

@@ -69,7 +69,7 @@ def fused(op, x, weight):
 
 def forward(bench, op, m, n, k):
     case = Case("M", op, "bf16", (m, n, k), "forward", flops=2 * m * n * k // bench.ranks)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     gather = op == "gather_linear"
     chunked = layer(bench, op, n, k, "chunked")
@@ -102,7 +102,7 @@ def backward(bench, m, n, k, direction):
     both = direction == "forward+backward"
     flops = (6 if both else 4) * m * n * k // bench.ranks
     case = Case("M", "gather_linear", "bf16", (m, n, k), direction, flops=flops)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     x = bench.randn(m // bench.ranks, k, dtype="bf16", grad=True)
     dy = bench.randn(m, n // bench.ranks, dtype="bf16")

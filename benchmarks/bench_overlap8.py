@@ -232,7 +232,7 @@ def main():
     side = (Rank0 if bench.rank == 0 else Peers)(bench, channel)
     for op, (m, n, k) in each:
         case = Case("M", f"{op}_of_8", "bf16", (m, n, k), "forward", flops=2 * m * n * k // RANKS)
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         call = Call(bench, channel, side, op, m, n, k)
         call.check()

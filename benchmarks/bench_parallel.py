@@ -126,13 +126,13 @@ def pairs(bench, shape):
     m, n, k = shape
     timed = Case("M", "parallel_pair", "bf16", shape, STEP, flops=12 * m * n * k // bench.ranks)
     keeps = Case("M", "parallel_pair", "bf16", shape, "keeps")
-    if not (bench.wants(timed) or bench.wants(keeps)):
+    if not (bench.selects(timed) or bench.selects(keeps)):
         return
     stack = Stack(bench, shape, 1)
-    if bench.wants(keeps):
+    if bench.selects(keeps):
         bench.record(keeps, {way: stack.kept_mib(way) for way in stack.ways}, "MiB")
         bench.say(f"  M/t K e is {m * k * 2 / bench.ranks / 2**20:g} MiB, M K e {m * k * 2 / 2**20:g} MiB")
-    if bench.wants(timed):
+    if bench.selects(timed):
         xs, (dy,) = stack.inputs(), stack.inputs()
         runs = {way: lambda way=way: stack.step(way, xs, dy.detach()) for way in stack.ways}
         bench.compare_ranks(timed, runs, calls=10 if bench.cuda else 1)
@@ -141,7 +141,7 @@ def pairs(bench, shape):
 def peaks(bench, shape):
     """Memory of several microbatches in flight, and a trace of it."""
     layers, case = LAYERS[bench.device.type][0], Case("M", "parallel_peak", "bf16", shape, "keeps")
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     stack = Stack(bench, shape, layers)
     xs, (dy,) = stack.inputs(MICROBATCHES), stack.inputs()
@@ -203,7 +203,7 @@ def prediction(bench):
     kind = bench.device.type
     shape, layers = STACK[kind], LAYERS[kind][1]
     case = Case("M", "parallel_keeping", "bf16", (layers, *shape), "keeps")
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     m, _, k = shape
     predicted = layers * (bench.ranks - 1) / bench.ranks * m * k * 2 / 2**20
@@ -223,7 +223,7 @@ def host(bench):
     """Host time of a divided Linear beyond an undivided one and beyond its collectives."""
     m, n, k = shape = HOST[bench.device.type]
     case = Case("M", "parallel_linear_host", "bf16", shape, STEP, flops=6 * m * n * k // bench.ranks)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     options = {"bias": False, "params_dtype": torch.bfloat16, "device": bench.device}
     divided = te.Linear(k, n, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, **options)

@@ -66,7 +66,7 @@ def run(bench, dtype, shape):
         ("cast_transpose_current", current, True, 2 * element + 2, cast_transpose_current),
     ):
         case = Case("9", op, "fp8", shape, "forward", bytes=round(n * bytes_))
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         contenders = {
             "ours": lambda x, q=quantizer, both=columnwise: _C.quantize(q, x, True, both),
@@ -83,7 +83,7 @@ def run_ranges(bench, shape):
     data = torch.empty(shape, dtype=torch.uint8, device=bench.device)
     for op, kind, scaling in (("master_range_current", "current", 0), ("master_range_block", "block2d", 2)):
         case = Case("9", op, "fp8", (quarter,), "forward", bytes=9 * quarter)
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         quantizer = _C.Quantizer(kind)
         blocks = [-(-n // BLOCK) for n in shape] if scaling else [1]

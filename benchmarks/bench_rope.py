@@ -49,12 +49,12 @@ def run(bench, dtype, shape):
         return {"torch eager": eager} | compiled
 
     case = Case("20", "rope", dtype, columns, "forward", bytes=one_pass)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda q, k: _C.rope_fwd(q, k, freqs, None, False, False, False)}
         bench.compare(case, ours | peers(), inputs)
 
     case = Case("20", "rope_module", dtype, columns, "forward+backward", bytes=2 * one_pass)
-    if bench.wants(case):
+    if bench.selects(case):
         contenders = {"ours": lambda q, k: functional.rope(q, k, freqs=freqs)} | peers()
         steps = {name: through_autograd(function) for name, function in contenders.items()}
         bench.compare(case, steps, lambda: (*(t.requires_grad_() for t in inputs()), *inputs()))

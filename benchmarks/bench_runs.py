@@ -56,7 +56,7 @@ def main():
         for op, widths in MODELS.items():
             for n, k in widths:
                 case = Case("M", f"runs_{op}_{ranks}", "bf16", (M, n, k), "forward", flops=2 * M * n * k // ranks)
-                if not bench.wants(case):
+                if not bench.selects(case):
                     continue
                 found = ways(bench, op, n, k, ranks)
                 if found is None:

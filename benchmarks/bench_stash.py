@@ -162,13 +162,13 @@ def device_tier(bench, mib, count, blocks):
         Case("22", f"{what}{suffix}", "bf16", (f"{mib}MiB",), "forward", bytes=2 * count * mib * MIB)
         for what in ("stash", "reload")
     ]
-    if not any(map(bench.wants, cases)):
+    if not any(map(bench.selects, cases)):
         return
     groups = Groups(bench, mib * MIB, count, blocks)
     groups.check()
     triton = in_triton(bench, groups) if bench.cuda and blocks == 48 else ()
     for i, (case, ours) in enumerate(zip(cases, (groups.store, groups.load), strict=True)):
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         if i == 1:
             groups.hold()
@@ -181,12 +181,12 @@ def host_tier(bench, mib):
     cases = [
         Case("22", f"{what}_host", "bf16", (f"{mib}MiB",), "forward", bytes=mib * MIB) for what in ("stash", "reload")
     ]
-    if not any(map(bench.wants, cases)):
+    if not any(map(bench.selects, cases)):
         return
     groups = Groups(bench, mib * MIB, 1, host=True)
     groups.check()
     for back, (case, ours) in enumerate(zip(cases, (groups.store, groups.load), strict=True)):
-        if not bench.wants(case):
+        if not bench.selects(case):
             continue
         way = Way(bench.device, groups.tensors[0])
         if back:
@@ -204,7 +204,7 @@ def beside(bench, mib, count, host, size, products):
     """Products on this stream, and stores on another one that begin at the same time."""
     op = "stash_host_beside" if host else "stash_beside"
     case = Case("22", op, "bf16", (f"{count * mib}MiB",), "forward", flops=2 * products * size**3)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     groups = Groups(bench, mib * MIB, count, host=host)
     a, b = (bench.randn(size, size, dtype="bf16") for _ in range(2))
@@ -255,13 +255,13 @@ def calls(bench):
         handles.append(stash.stash("group", tensors, counter))
 
     case = Case("22", "stash_call", "bf16", (*shape, sum(widths)), "forward", bytes=2 * live)
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare_host(case, {"ours": store}, lambda: ())
     stash.reset()
     handles.clear()
     handle = stash.stash("group", tensors, counter)
     case = Case("22", "reload_call", "bf16", (*shape, sum(widths)), "forward", bytes=2 * live)
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare_host(case, {"ours": lambda *_: stash.reload(handle, keep=True)}, lambda: ())
     stash.close()
 
@@ -306,7 +306,7 @@ class Layers(torch.nn.Module):
 
 def groups_of_a_step(bench, count=9):
     case = Case("22", "stash_group", "bf16", (count, 64, 1024), "forward+backward", bytes=4 * (count - 1) * 32 * 2048)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     stash = PagedStash(16384, device=bench.device)
     with_stash, without = Layers(bench, count, stash), Layers(bench, count, None)

@@ -80,14 +80,14 @@ def layers(bench, dtype, size):
         return bench.randn(*shape, dtype=dtype, grad=True), bench.randn(*shape, dtype=dtype)
 
     case = Case("24", "transformer_layer_tuned", dtype, shape, "forward+backward", flops=layer_flops(size))
-    if bench.cuda and bench.wants(case):
+    if bench.cuda and bench.selects(case):
         bench_tune.compare(bench, case, mine, sets, peers)
     for op, modules in variants.items():
         case = Case("24", op, dtype, shape, "forward+backward", flops=layer_flops(size))
-        if bench.wants(case):
+        if bench.selects(case):
             bench.compare(case, {name: training_step(module) for name, module in modules.items()}, sets)
         case = Case("24", op, dtype, shape, "keeps")
-        if bench.wants(case):
+        if bench.selects(case):
             kept = {name: keeps_mib(module, sets()[0]) for name, module in modules.items() if name != "torch compile"}
             bench.record(case, kept, "MiB")
 
@@ -103,10 +103,10 @@ def layers_fp8(bench, size):
     for name in RECIPES:
         op, module, shape = f"transformer_layer_{name}", Quantized(plain, name), (seq, batch, hidden)
         case = Case("24", op, "fp8", shape, "forward+backward", flops=layer_flops(size))
-        if bench.wants(case):
+        if bench.selects(case):
             bench.compare(case, {"ours": training_step(module), "own bf16": training_step(plain)}, sets)
         case = Case("24", op, "fp8", shape, "keeps")
-        if bench.wants(case):
+        if bench.selects(case):
             kept = {"ours": keeps_mib(module, sets()[0]), "own bf16": keeps_mib(plain, sets()[0])}
             bench.record(case, kept, "MiB")
 
@@ -142,10 +142,10 @@ def attention(bench, dtype, size):
     runs = {"ours": module} | {name: backend(kind) for name, kind in BACKENDS.items()}
     columns, flops = (seq * batch, heads + groups, head), 2 * batch * heads * seq * seq * head
     case = Case("24", "attention", dtype, columns, "forward", flops=flops)
-    if bench.wants(case):
+    if bench.selects(case):
         bench.compare(case, {n: lambda q, k, v, run=r: run(q, k, v) for n, r in runs.items()}, lambda: inputs(False))
     case = Case("24", "attention", dtype, columns, "forward+backward", flops=3 * flops)
-    if bench.wants(case):
+    if bench.selects(case):
         steps = {name: step(run) for name, run in runs.items()}
         bench.compare(case, steps, lambda: (*inputs(True), bench.randn(seq, batch, hidden, dtype=dtype)))
 
@@ -158,7 +158,7 @@ def host(bench, dtype, size):
         "torch eager": Layer(size, angles, device=bench.device, dtype=TORCH_DTYPES[dtype]),
     }
     case = Case("H", "transformer_layer", dtype, (seq, batch, hidden), "forward+backward", flops=layer_flops(size))
-    if bench.wants(case):
+    if bench.selects(case):
         contenders = {name: training_step(module) for name, module in modules.items()}
         shape = (seq, batch, hidden)
         bench.compare_host(

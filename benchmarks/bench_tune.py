@@ -43,7 +43,7 @@ def main():
     dtype = TORCH_DTYPES[DTYPE]
     for (m, n, k), _ in GPU_SHAPES:
         case = Case("11", "linear_tuned", DTYPE, (m, n, k), "forward+backward", flops=6 * m * n * k)
-        if bench.wants(case):
+        if bench.selects(case):
             module = te.Linear(k, n, bias=False, params_dtype=dtype, device=bench.device)
 
             def sets(m=m, n=n, k=k):
@@ -54,7 +54,7 @@ def main():
     case = Case(
         "14", "layernorm_mlp_tuned", DTYPE, (tokens, hidden, ffn), "forward+backward", flops=18 * tokens * hidden * ffn
     )
-    if bench.wants(case):
+    if bench.selects(case):
         options = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "params_dtype": dtype}
         module = te.LayerNormMLP(hidden, ffn, device=bench.device, **options)
         compare(

@@ -89,7 +89,7 @@ def draw_speeds(figure, found):
 
 def draw_memory(figure, found):
     axes = figure.add_subplot(
-        title="What an MLP keeps for backward\nRMSNorm, SwiGLU, 8192 tokens, 4096 / 14336, one NVIDIA H200",
+        title="Memory that an MLP keeps for backward\nRMSNorm, SwiGLU, 8192 tokens, 4096 / 14336, one NVIDIA H200",
         xlabel="MiB kept between forward and backward, weights and input not counted",
         ylabel="implementation",
     )

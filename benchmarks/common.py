@@ -5,7 +5,7 @@ here passes or fails; `report.py` compares the rows with the targets.
 
     bench = Bench(__doc__)                                   # parses --device, --results, --only, --ours
     case = Case("5", "rmsnorm", "bf16", (16384, 4096), "forward", bytes=4 * 16384 * 4096)
-    if bench.wants(case):
+    if bench.selects(case):
         w = bench.randn(4096, dtype="bf16")
         plain = lambda x: F.rms_norm(x, (4096,), w, 1e-5)
         bench.compare(
@@ -82,7 +82,7 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         torch.manual_seed(0)
 
-    def wants(self, case):
+    def selects(self, case):
         return self._only in " ".join(case.columns().values())
 
     def randn(self, *shape, dtype, grad=False):

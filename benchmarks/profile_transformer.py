@@ -29,7 +29,7 @@ class Line:
     floor_us: float
 
 
-def floors(size):
+def floor_times(size):
     """op -> the (what, floor in us) of its calls in a step, in their order. Elements have 2 bytes."""
     seq, batch, hidden, ffn, heads, groups = size
     tokens, head = seq * batch, hidden // heads
@@ -94,7 +94,7 @@ def lines(steps, size):
     names = [[op for op, _ in calls] for calls in steps]
     if any(other != names[0] for other in names):
         raise RuntimeError(f"profile: steps differ in what they ran: {names}")
-    wanted, seen, found = floors(size), collections.Counter(), []
+    wanted, seen, found = floor_times(size), collections.Counter(), []
     for at, op in enumerate(names[0]):
         kernels = collections.Counter()
         for calls in steps:

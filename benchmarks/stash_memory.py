@@ -123,7 +123,7 @@ def law(bench, grid):
         for capacity in CAPACITIES:
             shape = (layers, f"{capacity:g}")
             case = Case("22", "stash_peak", "bf16", shape, "keeps")
-            if not bench.wants(case):
+            if not bench.selects(case):
                 continue
             static, stashed = cells[layers, capacity] = grid.cell(layers, capacity)
             gain = stashed[1] / static[1]
@@ -158,7 +158,7 @@ def plot(bench, cells):
         axes.set(title=f"capacity {capacity:g}", xlabel="layers", ylim=(0, None))
     figure.axes[0].set(ylabel="MiB at the peak that groups keep")
     figure.axes[0].legend()
-    figure.suptitle("What groups of a stash keep at the peak, and whole buffers")
+    figure.suptitle("Memory that groups of a stash keep at the peak, and whole buffers")
     path = bench.folder / f"stash_memory_{'cpu' if not bench.cuda else 'cuda'}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
     for each in (path, path.with_suffix(".png")):
@@ -210,11 +210,11 @@ def zipf(bench, grid):
         rows = [("allocated", 0), *([("reserved", 1)] if bench.cuda else [])]
         for what, index in rows:
             case = Case("22", f"stash_zipf_{what}", "bf16", shape, "keeps")
-            if bench.wants(case):
+            if bench.selects(case):
                 bench.record(case, {way: figures[index] for way, figures in found.items()}, "MiB")
         flops = 18 * grid.config(layers, 1.0).balanced_rows * grid.sizes["hidden"] * grid.sizes["ffn"] * layers
         case = Case("22", "stash_zipf_step", "bf16", shape, "forward+backward", flops=flops)
-        if bench.wants(case):
+        if bench.selects(case):
             bench.record(case, {way: 1e3 * figures[2] for way, figures in found.items()}, "us")
 
 

@@ -2,7 +2,7 @@
 """LoRA on a frozen Linear that is held in FP8 alone: one byte a weight, no gradient, no optimizer state for it.
 
 python examples/with_lora.py                needs torch alone (the extra `lora` is empty)
-The frozen weight is quantized once, from a given one; the adapter A, B of low rank learns in fp32."""
+The frozen weight is quantized once, from a given one; the adapter A, B of low rank is trained in fp32."""
 
 import argparse
 import sys

@@ -20,7 +20,7 @@
 
 namespace te::testing {
 
-// Every byte 0xFF: NaN in all float dtypes, -1 in the integers. An element the op forgot stays NaN.
+// Every byte 0xFF: NaN in all float dtypes, -1 in the integers. An element that the op left out stays NaN.
 constexpr int kPoison = 0xff;
 
 template <class T>

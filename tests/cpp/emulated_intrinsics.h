@@ -6,7 +6,8 @@
 
 #include "emulated_gpu.h"
 
-// One block runs at a time, so what is static in a kernel is the block's; it begins as the last block left it.
+// One block runs at a time, so static variables of a kernel are its shared memory; they begin as the last block left
+// them.
 #undef __shared__
 #define __shared__ static
 #define __noinline__

@@ -19,7 +19,7 @@ inline void load_global(const void* from, uint32_t (&words)[4], bool live) {
 }
 inline void reduce_add(float* to, const float (&v)[4]) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0)
-    throw std::logic_error("reduce_add on an address that is no multiple of 16");
+    throw std::logic_error("reduce_add on an address that is not a multiple of 16");
   for (int i = 0; i < 4; ++i) to[i] += v[i];
 }
 inline void cluster_sync() { Cluster::current().meet_cluster(); }
@@ -51,7 +51,7 @@ inline void tma_load_to(unsigned first, unsigned last, void* to, const CUtensorM
                         BoxCoord at) {
   Cluster& cluster = Cluster::current();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
-  if (base % 1024 != 0) throw std::logic_error("a box at an address that is no multiple of 1,024");
+  if (base % 1024 != 0) throw std::logic_error("a box at an address that is not a multiple of 1,024");
   const CUtensorMap matrix = *map;
   for (unsigned rank = first; rank <= last; ++rank) {
     cluster.later([&cluster, rank, base, full, matrix, at] {
@@ -88,7 +88,7 @@ inline void bulk_load(void* to, const void* from, uint64_t* barrier, uint32_t by
   const unsigned rank = cluster_rank();
   const uint32_t base = shared_address(to), full = shared_address(barrier);
   if (base % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
-    throw std::logic_error("bulk_load of addresses or sizes that are no multiples of 16");
+    throw std::logic_error("bulk_load of addresses or sizes that are not multiples of 16");
   }
   cluster.later([&cluster, rank, base, full, from, bytes] {
     if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");

@@ -86,7 +86,7 @@ struct Problem {
     return te_gemm(&problem, bytes > 0 ? workspace.data() : nullptr, bytes, nullptr);
   }
 
-  // cuBLASLt has no algorithm for some fused epilogues at sizes that are no multiples of 8; never without them.
+  // cuBLASLt has no algorithm for some fused epilogues at sizes that 8 does not divide; never without them.
   bool refused(te_status status) const {
     const bool fused = problem.epilogue != TE_GEMM_NONE && problem.epilogue != TE_GEMM_BIAS;
     const bool odd = shape.rows % 8 != 0 || shape.cols % 8 != 0 || shape.depth % 8 != 0 || shape.extra_pitch % 8 != 0;
@@ -99,8 +99,8 @@ struct Problem {
     return double(2 * shape.depth + terms) * kU * (magnitude[i] + std::fabs(more)) * (1 + 1e-3);
   }
 
-  // cuBLASLt may round the product to a 16-bit d's dtype before what follows it (seen on an H200: a bias at sizes that
-  // are no multiples of 8, gelu, adding to a 16-bit d).
+  // cuBLASLt may round the product to a 16-bit d's dtype before the next operation (seen on an H200: a bias at sizes
+  // that 8 does not divide, gelu, adding to a 16-bit d).
   double first_rounding(double value) const {
     return device_ == TE_DEVICE_CPU || sizeof(D) == 4 ? 0 : Rounding<D>::kRelative * std::fabs(value);
   }

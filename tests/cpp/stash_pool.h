@@ -100,7 +100,7 @@ struct MemberSpec {
   int64_t tile_units = 128;
   int64_t shift = 0;  // of the data from a multiple of 256 bytes
   int32_t counter_bytes = 4;
-  int64_t behind = 0;  // units that count as alive behind a live one
+  int64_t behind = 0;  // units after a live one that count as alive
 
   int64_t tail_end(int64_t count) const {
     if (tail == TE_STASH_TAIL_KEEP) return count;
@@ -114,7 +114,7 @@ struct MemberSpec {
 // Members with what they hold, their targets and their counters.
 class Group {
  public:
-  static constexpr int64_t kAround = 64;  // bytes before and behind a member that nobody may touch
+  static constexpr int64_t kAround = 64;  // bytes before and after a member that must stay unchanged
 
   Group(int32_t device, std::vector<MemberSpec> specs, uint32_t seed = 1) : device_(device), specs_(std::move(specs)) {
     std::mt19937 random(seed);
@@ -143,7 +143,7 @@ class Group {
       counters_[m]->fill(raw);
     }
   }
-  // What was stored is lost on purpose: only the pages have it now.
+  // The sources are overwritten on purpose: only the pages have their values now.
   void spoil_sources() {
     for (auto& source : sources_) source->poison();
   }
@@ -191,7 +191,7 @@ class Group {
   }
 
   enum class Found { kStored, kLost, kNothing };
-  // Every byte of every target: live parts, tails, and what nobody may have touched.
+  // Every byte of every target: live parts, tails, and bytes that must stay unchanged.
   void expect_targets(Found found = Found::kStored) const {
     for (size_t m = 0; m < specs_.size(); ++m) {
       const MemberSpec& spec = specs_[m];

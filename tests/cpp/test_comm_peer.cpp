@@ -1,7 +1,7 @@
-// The channel by which ranks push into each other's memory, with threads as ranks: whose bytes arrive, who waits for
-// whom, and what happens where somebody does not come. Mutants, in ops/comm/peer*.cpp: no wait for a
-// slot to be free, a word that is not put back, no look for the dead, no comparing of words, a deadline of
-// seconds that this process did not have, turn these red.
+// The channel by which ranks push into each other's memory, with threads as ranks: which bytes arrive, which ranks
+// wait, and the failure where a rank does not come. Mutants, in ops/comm/peer*.cpp: no wait for a slot to be free, a
+// word that is not put back, no look for the dead, no comparing of words, a deadline of seconds that this process did
+// not have, turn these red.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -116,8 +116,8 @@ TEST(CommPeer, WhatIsPushedIsThereAndStaysUntilItWasRead) {
 }
 
 // Words of all other ranks in one operation, and own rows beside them; each rank has one queue, its thread, in which a
-// wait holds up all that comes behind it. Mutants: an operation that leaves out the last rank, an own copy that goes
-// nowhere, a wait ahead of this rank's own signal.
+// wait blocks all later work. Mutants: an operation that leaves out the last rank, an own copy that goes nowhere, a
+// wait ahead of this rank's own signal.
 TEST(CommPeer, AllOthersAtOnce) {
   constexpr int32_t kRanks = 4;
   Ranks all(kRanks);
@@ -168,7 +168,7 @@ TEST(CommPeer, RanksInDifferentCallsAreBothNamed) {
   }
 }
 
-TEST(CommPeer, ALateRankEndsTheWaitAtTheDeadlineAndWaitsBehindItAtOnce) {
+TEST(CommPeer, ALateRankEndsTheWaitAtTheDeadlineAndLaterWaitsAtOnce) {
   Ranks all(2, 0.3);
   const auto began = Clock::now();
   all.call(0, "alone", 1);
@@ -238,7 +238,7 @@ TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {
   waitpid(child, nullptr, 0);
 }
 
-TEST(CommPeer, AProcessThatIsGoneWhenAllWasPushedHarmsNobody) {
+TEST(CommPeer, AProcessThatEndsAfterAllPushesIsNoFailure) {
   Ranks all(2);
   all.run([&](int32_t rank) { all.call(rank, "the last", char(1 + rank)); });
   const pid_t child = fork();
@@ -276,7 +276,7 @@ TEST(CommPeer, AForkedProcessHasNoPartInIt) {
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
-TEST(CommPeer, APidThatIsUsedAgainIsSomebodyElse) {
+TEST(CommPeer, APidThatIsUsedAgainIsAnotherProcess) {
   Ranks all(2);
   all.words().member(1).start += 1;
   all.call(0, "alone", 1);
@@ -294,7 +294,7 @@ TEST(CommPeer, AWaitForARankThatClosedItsChannelEnds) {
 }
 
 // Like waiting streams, which do not read the failure word.
-TEST(CommPeer, WordsThatAreAwaitedBehindAFailureAreSet) {
+TEST(CommPeer, AwaitedWordsAreSetAfterAFailure) {
   Ranks all(2);
   ok(te_comm_peer_give_up(all[1], "raised"));
   te::comm::Line& line = all.words().line(0, 0, 1);

@@ -153,7 +153,7 @@ TEST(CommPlan, PushesWhatIsThereOnceToEachPeer) {
   });
 }
 
-TEST(CommPlan, NobodyPushesToOnePeerAtOnce) {
+TEST(CommPlan, NoTwoRanksPushToOnePeerAtOnce) {
   for_plans([](const Planned& planned) {
     std::vector<Steps> pushes;
     for (const Steps& steps : planned.ranks) pushes.push_back(of_kind(steps, TE_COMM_STEP_PUSH));
@@ -272,20 +272,20 @@ TEST(CommPlan, CopiesBesideAProductSlowIt) {
   EXPECT_GT(plans(problem).predictions[0].us, serial + 100);
 }
 
-TEST(CommPlan, CostsAreKnownOfWhatWasMeasured) {
+TEST(CommPlan, CostsAreKnownForMeasuredDevices) {
   te_comm_costs costs{};
   int32_t known = 1;
   const char* const kind = "a device of tests";
   TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));
   EXPECT_EQ(known, 0);
-  te_comm_costs lent = te_comm_costs_h200();
-  lent.hop_us = 7;
-  TE_ASSERT_OK(te_comm_lend_costs(kind, &lent));
+  te_comm_costs given = te_comm_costs_h200();
+  given.hop_us = 7;
+  TE_ASSERT_OK(te_comm_lend_costs(kind, &given));
   TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));
   EXPECT_EQ(known, 1);
   EXPECT_EQ(costs.hop_us, 7);
-  lent.beside = 0;
-  EXPECT_EQ(te_comm_lend_costs(kind, &lent), TE_INVALID_ARGUMENT);
+  given.beside = 0;
+  EXPECT_EQ(te_comm_lend_costs(kind, &given), TE_INVALID_ARGUMENT);
   EXPECT_NE(std::string(te_last_error()).find("'costs.beside' is 0"), std::string::npos) << te_last_error();
   TE_ASSERT_OK(te_comm_lend_costs(kind, nullptr));
   TE_ASSERT_OK(te_comm_costs_of(kind, &costs, &known));

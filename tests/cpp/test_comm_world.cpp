@@ -33,7 +33,7 @@ WorldOptions options_of(int32_t ranks, uint64_t seed) {
   return options;
 }
 
-// A call by both schedules in many orders: each rank gets `rows` rows of what is wanted.
+// A call by both schedules in many orders: each rank gets `rows` rows of the wanted result.
 template <class T>
 void check_seeds(MatrixCall<T> call, bool by_depth, int64_t rows, const Sharded<T>& want) {
   const auto ranks = int32_t(want.size());

@@ -1,5 +1,5 @@
-// The core's shared helpers: dtype conversions, the CPU exponential, parallel_for, errors, library probing. What an op
-// computes is tested with that op.
+// The core's shared helpers: dtype conversions, the CPU exponential, parallel_for, errors, library probing. The results
+// of an op are tested with that op.
 #include <gtest/gtest.h>
 
 #include <algorithm>

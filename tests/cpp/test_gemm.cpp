@@ -232,11 +232,11 @@ TEST_P(Gemm, BadArgumentsAreNamedAndWriteNothing) {
       {"pitch of b", "'b'", [](auto& q) { q.b.row_pitch = 1; }},
       {"no bias", "'bias'", [](auto& q) { q.epilogue = TE_GEMM_BIAS; }},
       {"bias of another size", "'bias'", [=](auto& q) { q.epilogue = TE_GEMM_BIAS, q.bias = bias, q.bias.cols -= 1; }},
-      {"bias nobody reads", "'bias'", [=](auto& q) { q.bias = bias; }},
+      {"unused bias", "'bias'", [=](auto& q) { q.bias = bias; }},
       {"no aux", "'aux'", [](auto& q) { q.epilogue = TE_GEMM_DGELU; }},
       {"aux of another dtype", "'aux'",
        [=](auto& q) { q.epilogue = TE_GEMM_GELU, q.aux = aux, q.aux.dtype = TE_BFLOAT16; }},
-      {"aux nobody reads", "'aux'", [=](auto& q) { q.aux = aux; }},
+      {"unused aux", "'aux'", [=](auto& q) { q.aux = aux; }},
       {"runs of a sum over rows", "'whole_rows'", [](auto& q) { q.whole_rows = 8; }},
       {"more rows than the whole", "'whole_rows'",
        [](auto& q) {

@@ -129,17 +129,18 @@ TEST_F(GemmHook, TheLoopsValuesAroundIt) {
           Problem<T, D> p(layout, epilogue);
           p.problem.accumulate = accumulate;
           te_set_cpu_gemm(nullptr);
-          const auto unlent = p.after(run);
+          const auto by_loop = p.after(run);
           EXPECT_EQ(path(), "CPU loop");
           te_set_cpu_gemm(backwards);
           const int before = calls;
-          const auto lent = p.after(run);
+          const auto by_hook = p.after(run);
           EXPECT_EQ(path(), "the CPU product that te_set_cpu_gemm was lent");
           EXPECT_EQ(calls, before + 1);
-          EXPECT_EQ(p.after(te_gemm_by_loop), unlent);
+          EXPECT_EQ(p.after(te_gemm_by_loop), by_loop);
           EXPECT_EQ(path(), "CPU loop");
           EXPECT_EQ(calls, before + 1) << "te_gemm_by_loop is the plain loop, whatever was lent";
-          EXPECT_EQ(lent, unlent) << "layout " << layout << ", epilogue " << epilogue << ", accumulate " << accumulate;
+          EXPECT_EQ(by_hook, by_loop) << "layout " << layout << ", epilogue " << epilogue << ", accumulate "
+                                      << accumulate;
         }
       }
     }
@@ -170,10 +171,10 @@ TEST_F(GemmHook, AnotherOrderStaysInItsBound) {
     p.a.fill(a), p.b.fill(b);
     const std::vector<double> loop = p.after(te_gemm_by_loop)[0];
     te_set_cpu_gemm(backwards);
-    const std::vector<double> lent = p.after(run)[0];
-    EXPECT_NE(lent, loop) << "the hook did not run, or the numbers say nothing";
+    const std::vector<double> by_hook = p.after(run)[0];
+    EXPECT_NE(by_hook, loop) << "the hook did not run, or both orders give the same sums";
     for (size_t i = 0; i < loop.size(); ++i) {
-      ASSERT_LE(std::fabs(lent[i] - loop[i]), 2 * kDepth * 0x1p-24 * magnitude[i] * (1 + 1e-3)) << i;
+      ASSERT_LE(std::fabs(by_hook[i] - loop[i]), 2 * kDepth * 0x1p-24 * magnitude[i] * (1 + 1e-3)) << i;
     }
     te_set_cpu_gemm(nullptr);
     EXPECT_EQ(p.after(run)[0], loop) << "NULL restores the plain loop";

@@ -1,4 +1,4 @@
-// te_gemm_splits on every device here: what it says of each algorithm that may be chosen, against the bits of
+// te_gemm_splits on every device here: its answers for each algorithm that may be chosen, against the bits of
 // te_grouped_gemm, which has one accumulator for an element: where nothing is split they are the same. Mutants: a table
 // that outlives a choice, a split that is not seen, rows where the depth was meant.
 #include <gtest/gtest.h>

@@ -185,7 +185,7 @@ TEST_P(GroupedFp8, NothingToReduce) {
   }
 }
 
-TEST_P(GroupedFp8, NobodyWantsAnything) {
+TEST_P(GroupedFp8, NoOutputIsWanted) {
   Fp8Case<e4m3, float> c(GetParam(), TE_GROUPED_WGRAD, TE_SCALING_BLOCK_1D, {{3, 4}, 0, 9, 5}, Draw::kExact);
   for (te_tensor& t : c.result_tensors) t.data = nullptr;
   TE_EXPECT_OK(te_grouped_gemm(&c.problem, nullptr));
@@ -296,7 +296,7 @@ TEST_P(GroupedFp8, OthersHaveNoScales) {
   refused(c, "'weights_scale_inv'", [](auto& p) { p.weights_scale_inv = p.weights; });
 }
 
-TEST_P(GroupedFp8, OffsetsThatAreNoneAreRefusedOnTheCpuAndHarmlessOnCuda) {
+TEST_P(GroupedFp8, InvalidOffsetsAreRefusedOnTheCpuAndHarmlessOnCuda) {
   const GroupedShape s{{4, 4}, 1, 16, 24};
   const std::vector<int32_t> wrong[] = {{1, 3, 8}, {0, 5, 4}, {0, 3, 1 << 30}, {0, -1, 8}};
   for (const std::vector<int32_t>& offsets : wrong) {

@@ -174,7 +174,7 @@ TEST(GroupedFp8Kernels, LongWalks) {
   }
 }
 
-// Offsets that are none read nothing outside of the tensors, and write nothing there.
+// Invalid offsets read nothing outside of the tensors, and write nothing there.
 TEST(GroupedFp8Kernels, WildOffsets) {
   const std::vector<int32_t> wrong[] = {{5, 4, 1}, {0, 1 << 30, 1 << 30}, {0, -1, 8}, {1 << 30, 0, 1 << 30}};
   for (const std::vector<int32_t>& offsets : wrong) {

@@ -1,6 +1,6 @@
 // te_grouped_offsets on every device here: any splits, those whose sum overflows too, against 128-bit sums; counters
-// that stay; errors. te_grouped_offsets_of: lists of one and of several launches, of a caller who goes on at once.
-// Mutants: add_splits without its limit, a second launch that begins anew.
+// that stay; errors. te_grouped_offsets_of: lists of one and of several launches, from a caller that goes on at once.
+// Mutants: add_splits without its limit, a second launch that begins again.
 #include <gtest/gtest.h>
 
 #include <algorithm>

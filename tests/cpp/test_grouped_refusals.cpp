@@ -1,4 +1,4 @@
-// What te_grouped_gemm refuses, on every device here: arguments that do not go together are named, and nothing is
+// Refusals of te_grouped_gemm, on every device here: arguments that do not go together are named, and nothing is
 // written.
 #include <gtest/gtest.h>
 
@@ -90,7 +90,7 @@ TEST_P(Grouped, BadArgumentsAreNamedAndWriteNothing) {
   }
 }
 
-TEST_P(Grouped, OffsetsThatAreNoneAreRefusedOnTheCpuAndHarmlessOnCuda) {
+TEST_P(Grouped, InvalidOffsetsAreRefusedOnTheCpuAndHarmlessOnCuda) {
   const std::vector<int32_t> wrong[] = {{1, 3, 8}, {0, 5, 4}, {0, 3, 10}, {0, -1, 8}};
   for (const std::vector<int32_t>& offsets : wrong) {
     GroupedCase<bf16> c(GetParam(), TE_GROUPED_FPROP, {{4, 4}, 1, 16, 24});

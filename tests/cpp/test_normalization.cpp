@@ -80,7 +80,7 @@ std::vector<float> floats(const std::vector<T>& values) {
   return out;
 }
 
-TEST_P(Normalization, StatisticsAndGradientsThatNobodyWantsAreSkipped) {
+TEST_P(Normalization, UnwantedStatisticsAndGradientsAreSkipped) {
   for (const bool rms : {true, false}) {
     for (const int64_t hidden : {64, 63}) {
       const Case c{.rows = 40, .hidden = hidden, .rms = rms};

@@ -70,8 +70,8 @@ class Order {
   size_t next_ = 0;
 };
 
-// Two steps of one layer. `back`: the compute stream of the way back, another one than the way out's and not ordered
-// behind it where two_streams.
+// Two steps of one layer. `back`: the compute stream of the way back; with two_streams it is another stream than that
+// of the way out, and is not ordered after it.
 bool has_race(uint32_t left_out, bool two_streams, bool marked) {
   const Engine engine(TE_DEVICE_CPU, 0, left_out);
   const Layer layer(engine);

@@ -1,5 +1,5 @@
 // optimizer through the C API, on every device here: Adam and SGD against a double oracle, and bit for bit against the
-// formulas applied to one element after the other, for every dtype, at any address, however tensors are cut; what lies
+// formulas applied to one element after the other, for every dtype, at any address, however tensors are cut; arguments
 // on the device; scaled states and FP8 weights; scaling and norms; errors.
 #include "transformer_engine/optimizer.h"
 
@@ -205,7 +205,7 @@ TEST_P(Optimizer, Fp8WeightsAtAPitch) {
   EXPECT_EQ(scale.read()[2], 1.f / given.fp8_scale);
 }
 
-TEST_P(Optimizer, WhatLiesOnTheDeviceGivesTheSameBits) {
+TEST_P(Optimizer, ArgumentsOnTheDeviceGiveTheSameBits) {
   for (const Weights& w : {kWeights[0], kWeights[7], kWeights[5], kWeights[8]}) {
     for (const te_dtype moment : {TE_FLOAT32, TE_FLOAT8_E4M3}) {
       te_adam_plan plan = plan_of(TE_FLOAT32, w.param, moment, moment, w.master);

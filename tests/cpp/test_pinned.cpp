@@ -1,5 +1,5 @@
-// Pinned memory: the arena's slots, and one count of all of it, by owner and together: an arena's own figures are its
-// account's, an account's its parent's, and what goes is taken away again.
+// Pinned memory: the arena's slots, and one count of all of it, by owner and together: the figures of an arena are part
+// of its account, those of an account part of its parent, and freed memory is subtracted again.
 #include "transformer_engine/offload.h"
 
 #include <gtest/gtest.h>

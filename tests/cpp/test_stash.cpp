@@ -1,7 +1,7 @@
 // stash through the C API, on every device here: live parts come back bit for bit, whatever their sizes, counts, pages
-// and tiers; tails are what the member asked for; nothing else is touched; and lost groups are NaN in every live row.
-// Mutants: a tail one unit too far (tail_end), a tile one byte short (tile_of, stash_layout.h), or a lost group whose
-// load writes nothing turns these red.
+// and tiers; tails have the values that the member asked for; nothing else is touched; and lost groups are NaN in every
+// live row. Mutants: a tail one unit too far (tail_end), a tile one byte short (tile_of, stash_layout.h), or a lost
+// group whose load writes nothing turns these red.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -132,7 +132,7 @@ TEST_P(Stash, CountersOfOneByteAreUnsigned) {
   EXPECT_EQ(pool.report().flags, 0u);
 }
 
-TEST_P(Stash, TailsEndWhereTheMemberSays) {
+TEST_P(Stash, TailsEndAsTheMemberAsks) {
   for (const te_stash_tail tail : {TE_STASH_TAIL_KEEP, TE_STASH_TAIL_TILE, TE_STASH_TAIL_ZERO}) {
     for (const int64_t shift : {0, 4, 7}) {
       Group group(device(), {{48, 1000, tail, 128, shift}, {3, 1000, tail, 7, shift}, {16, 100, tail, 1000, shift}});
@@ -330,7 +330,7 @@ TEST_P(Stash, ALoadOfOtherSizesGetsNoneOfTheBytes) {
   }
 }
 
-TEST_P(Stash, AResetForgetsWhatEntriesHold) {
+TEST_P(Stash, AResetDropsTheContentsOfEntries) {
   Group group(device(), {{512, 32}});
   StashPool pool(device(), 4096, 4);
   const StashEntry entry(pool, 4);

@@ -18,7 +18,7 @@ using testing::StashPool;
 constexpr int64_t kPage = 128;
 constexpr int64_t kMost = 24;  // pages of a group
 
-TEST(StashWaits, LoadsWaitForStoresWhereTheContractSays) {
+TEST(StashWaits, LoadsWaitForStoresAsTheContractRequires) {
   const int32_t cpu = TE_DEVICE_CPU;
   for (const te_stash_policy policy : {TE_STASH_STACK, TE_STASH_BUMP}) {
     const StashPool pool(cpu, kPage, 4, 0, policy);
@@ -118,7 +118,7 @@ TEST(StashOrder, TailsAreRememberedUntilALoadWaits) {
   d.store(0, 3, 0);
   d.store(1, 4, 0);
   d.load(0, 0);
-  // A store of 4 pages is called here. Load 1 and the drops behind it, up to the first that waits, run before it.
+  // A store of 4 pages is called here. Load 1 and the drops after it, up to the first that waits, run before it.
   for (int64_t number = 1; number % stash::kWaits != 0; ++number) d.load(number == 1 ? 1 : 3, number);
   d.store(2, 4, 1);
   EXPECT_EQ(d.control.report.flags, uint32_t(TE_STASH_LOST)) << "it found pages of loads that were called after it";
@@ -183,7 +183,7 @@ TEST(StashOrder, AnyInterleavingOfTwoStreamsIsTheOrderOfCalls) {
         maps.push_back(d.map(calls[next_store].entry));
         ++next_store;
       } else {
-        ADD_FAILURE() << "nobody can go on";
+        ADD_FAILURE() << "no stream can go on";
         break;
       }
     }

@@ -23,7 +23,7 @@ using testing::StashPool;
 constexpr int64_t kPage = 128;
 constexpr int64_t kMost = 24;  // pages of a group
 
-// What the contract says, with lists of ids.
+// The contract as a model, with lists of ids.
 class Model {
  public:
   struct Held {
@@ -253,7 +253,7 @@ class Trace {
       *counter_.data() = int32_t(live);
       return;
     }
-#if defined(TE_WITH_CUDA)  // behind the store before it, for which nobody waits
+#if defined(TE_WITH_CUDA)  // ordered after the store before it, without a wait of the host
     const auto count = int32_t(live);
     testing::cuda_ok(cudaMemcpyAsync(counter_.data(), &count, sizeof(count), cudaMemcpyHostToDevice, nullptr));
 #endif
@@ -272,7 +272,7 @@ class Trace {
 class StashPages : public ::testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Devices, StashPages, ::testing::ValuesIn(testing::devices()), testing::device_name);
 
-// `steps` of each trace: all policies, one tier and both. What a trace has done shows in the order of the free pages,
+// `steps` of each trace: all policies, one tier and both. The effects of a trace show in the order of the free pages,
 // and so in every map from then on: it is compared now and then.
 void expect_the_models(int32_t device, int steps) {
   std::mt19937 random(20);
@@ -303,7 +303,7 @@ TEST_P(StashPages, RandomTracesAreTheModels) {
 }
 
 TEST_P(StashPages, LargeAMillionStepsAreTheModels) {
-  if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "it is what random traces are there";
+  if (GetParam() == TE_DEVICE_CPU) GTEST_SKIP() << "the random traces are as long there";
   expect_the_models(GetParam(), 120000);
 }
 

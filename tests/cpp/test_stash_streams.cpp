@@ -1,7 +1,7 @@
-// The stash room on CUDA as it is used: two streams at once, captured calls that are replayed with other counts, and
-// offsets beyond 2 GiB. What must come out is what a pool on the CPU makes of the same calls, one after the other.
-// Mutants: an entry's word that the last block does not clear, or tails that a load publishes before it has read its
-// pages (stash.cu) turn these red.
+// The stash on CUDA as it is used: two streams at once, captured calls that are replayed with other counts, and offsets
+// beyond 2 GiB. The results must equal those of a pool on the CPU for the same calls, one after the other. Mutants: an
+// entry whose word the last block does not clear, or tails that a load publishes before it has read its pages
+// (stash.cu) turn these red.
 #include <gtest/gtest.h>
 
 #include <algorithm>
