@@ -1,4 +1,4 @@
-// Plans of every rank of 1 to 8, as properties: rows computed once, remote rows behind their wait, partials pushed
+// Plans of every rank of 1 to 8, as properties: rows computed once, remote rows after their wait, partials pushed
 // behind their product, one pusher to a peer in a step, an order that never stands still, serial where that is faster.
 #include <gtest/gtest.h>
 

@@ -127,7 +127,7 @@ TEST(StashOrder, TailsAreRememberedUntilALoadWaits) {
 
 TEST(StashOrder, AnyInterleavingOfTwoStreamsIsTheOrderOfCalls) {
   // Each entry is stored and loaded again and again; a load may run as soon as its store did and the loads before it
-  // did, a store only behind the loads called before it, but up to `ahead` loads ahead of the stores called before
+  // did, a store only after the loads called before it, but up to `ahead` loads ahead of the stores called before
   // them.
   constexpr int kEntries = 5, kCalls = 4000;
   struct Call {

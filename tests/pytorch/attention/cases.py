@@ -78,7 +78,7 @@ def check(module, tensors, arguments, visible, *, bias=None, layout="sbhd", scal
 
 
 def check_zeros(got, visible, layout, lengths=None):
-    """Queries without a visible key give zeros and get zero gradients; so do keys without a query, and padding."""
+    """Queries without a visible key give zeros and get zero gradients; unseen keys and padding get zero gradients."""
 
     def by_position(t):
         return t.transpose(0, 1) if layout == "sbhd" else t

@@ -40,7 +40,7 @@ class PlainHeadNorm(Parameters):
 
 
 class OutputNorm(PlainNorm):
-    """The norm behind the layer, whose parameters are called weight and bias."""
+    """The norm after the layer, whose parameters are called weight and bias."""
 
     def __init__(self, hidden, *, rms, zero_centered):
         super().__init__()

@@ -99,7 +99,7 @@ def usage():
 
 
 def sizes(rank):
-    """(kind, recipe) -> bytes and slots behind stacks of 2 and of 16 layers."""
+    """(kind, recipe) -> bytes and slots after stacks of 2 and of 16 layers."""
     found = {}
     for (name, kind), recipe in itertools.product((("pairs", pairs), ("mlps", mlps)), ("none", "current", "block")):
         for layers in (2, 16):

@@ -243,7 +243,7 @@ def steps(module, program, x, loss_of):
 
 
 def failing_step(module, program, x):
-    """A step that does not come to its end; what it has left behind is taken back as a user would."""
+    """A step that does not reach its end; its leftovers are removed as a user would."""
     leaf = laid(x, program.layout).detach().requires_grad_()
     sums = {p: p.main_grad.clone() for p in module.parameters() if getattr(p, "main_grad", None) is not None}
     hooks = {"forward": (fail, lambda t: t), "backward": (lambda t: t, fail), "between": (lambda t: t, lambda t: t)}

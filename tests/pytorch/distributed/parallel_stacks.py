@@ -64,7 +64,7 @@ def same(one, other):
 
 
 def one_by_one(module, x, microbatches):
-    """Each microbatch's backward right behind its forward, the last first: nothing else is alive meanwhile."""
+    """Each microbatch's backward directly after its forward, the last first: nothing else is alive meanwhile."""
     module.zero_grad(set_to_none=True)
     found = []
     for i in reversed(range(microbatches)):

@@ -75,7 +75,7 @@ def two_groups(rank):
 
 
 def crossing_groups(rank):
-    """Four ranks in rows and in columns: a layer over either, one behind the other."""
+    """Four ranks in rows and in columns: a layer over either, one after the other."""
     rows, columns = ([dist.new_group(list(ranks)) for ranks in each] for each in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
     before = _C.set_cpu_products("loop")
     layers = pairs_over((rows[rank // 2], columns[rank % 2]), torch.float32)

@@ -106,7 +106,7 @@ def explained_keeping(rank):
 
 
 def left_to_backward_dw(rank):
-    """Slots that are taken between a backward and backward_dw(), and what differs from serial behind both."""
+    """Slots that are taken between a backward and backward_dw(), and the differences from serial after both."""
     before = _C.set_cpu_products("loop")
     serial = made("column", "off", torch.float32)
     module = made("column", "chunked", torch.float32, delay_wgrad_compute=True)

@@ -34,7 +34,7 @@ class Dropping(torch.nn.Module):
 
 
 def step(call, module, *inputs, seed=11, tracker=None):
-    """{name: tensor} of one step from that seed: outputs, gradients, and what is drawn behind forward and backward."""
+    """{name: tensor} of one step from that seed: outputs, gradients, and numbers drawn after forward and backward."""
     torch.manual_seed(seed)
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     module.zero_grad()

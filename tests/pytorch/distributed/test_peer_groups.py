@@ -48,6 +48,6 @@ def test_all_ranks_refuse_where_one_has_no_access(overlap):
 
 
 def test_a_group_that_is_collected_while_another_one_meets():
-    """Mutant: a key that is looked up behind has_met() (distributed/peer.py)."""
+    """Mutant: a key that is looked up after has_met() (distributed/peer.py)."""
     for wrong in as_peers(workers.collected_meanwhile):
         assert not wrong

@@ -123,7 +123,7 @@ def test_options_at_random(device, generated_seed):
 @pytest.mark.parametrize("recipe", [None, *FP8])
 @pytest.mark.parametrize("one_module", [False, True], ids=["layer", "te's layer"])
 def test_recomputations_between_passes_in_flight(device, recipe, one_module):
-    """Each replays a forward behind those of later microbatches, whose results are copies: of first runs."""
+    """Each replays a forward after those of later microbatches, whose results are copies: of first runs."""
     kept = recipe is not None and not one_module
     again = {**WHOLE, "order": IN_FLIGHT, "recompute": "layer", "fused": True, "keep_weights": kept}
     assert_as_eager(Options(device, recipe=recipe, one_module=one_module, **again))

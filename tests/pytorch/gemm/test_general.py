@@ -128,7 +128,7 @@ def test_quantized_operands(layout, kind, device):
         assert type(quantized) is type(of_x(randn(4, 4, device=device)))
 
 
-# ---- factors and gelu: everything in float32 behind the product, rounded once ----
+# ---- factors and gelu: everything in float32 after the product, rounded once ----
 
 
 def formed(A, B, layout, quantized):

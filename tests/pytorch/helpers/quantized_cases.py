@@ -86,7 +86,7 @@ def assert_same_parts(got, wanted, what=""):
 
 
 def assert_readable(t, kinds=("rowwise", "columnwise")):
-    """Products can read its data where they lie: pitch, zeros between the columns and the pitch and behind the rows."""
+    """Products can read its data in place: pitch, zeros between the columns and the pitch and after the rows."""
     for field, part in t._tensors().items():
         if isinstance(part, te.QuantizedTensorStorage):
             assert_readable(part, kinds)

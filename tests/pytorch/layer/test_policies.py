@@ -90,7 +90,7 @@ def _quantization(kind):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_two_weights_are_two_linears(kind, rows, bias, frozen, device, by_loop):
-    """Each of its own rows, one behind the other: y, dx and all gradients; a frozen one gets none."""
+    """Each of its own rows, one after the other: y, dx and all gradients; a frozen one gets none."""
     if kind != "none" and bias:
         pytest.skip("column sums are of all rows where they are made with the FP8 gradient")
     if kind == "current":

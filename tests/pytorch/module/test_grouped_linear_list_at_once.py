@@ -32,7 +32,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @pytest.fixture
 def lists():
-    """set_list_products(), taken back behind the test."""
+    """set_list_products(), restored after the test."""
     before = _C.set_list_products("grouped")
     yield _C.set_list_products
     _C.set_list_products(before)
@@ -127,7 +127,7 @@ def test_results_into_poisoned_memory_of_the_callers(blocks, by, lists, device):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
 def test_two_experts_that_share_a_main_grad(blocks, overwrite, lists, device):
-    """One comes behind the other, in their order."""
+    """One comes after the other, in their order."""
     both = []
     ours, _ = build(device=device, dtype=torch.bfloat16, bias=False, fuse_wgrad_accumulation=True)
     x, dy = draw(device)

@@ -42,7 +42,7 @@ def forward_and_dy(module, device, seed):
 
 @every_family
 def test_the_backward_reads_main_grad(device, family):
-    """Two microbatches under way, each main_grad replaced behind both forwards: the old ones get nothing."""
+    """Two microbatches under way, each main_grad replaced after both forwards: the old ones get nothing."""
     module = with_main_grads(build(family, device, fuse_wgrad_accumulation=True), value=0.0)
     want = [gradients_of(module, seed) for seed in (1, 2)]
     passes = [forward_and_dy(module, device, seed) for seed in (1, 2)]

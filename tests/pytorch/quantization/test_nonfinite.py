@@ -35,7 +35,7 @@ def test_an_infinite_input_becomes_the_largest_finite_value(device, name):
 
 @each
 def test_an_infinite_gradient_becomes_finite_too(device, name):
-    """Where an overflow check behind the layer sees nothing: 57344 in E5M2 (block scaling has E4M3 there)."""
+    """An overflow check after the layer finds nothing: 57344 in E5M2 (block scaling has E4M3 there)."""
     module, x = identity(device), randn(128, 128, device=device).requires_grad_()
     gradient = torch.zeros(128, 128, device=device)
     gradient[3, 5] = torch.inf

@@ -81,7 +81,7 @@ class Sliced:
 
 
 def casts(rank, group, bounds, manual, steps):
-    """The weights' parts behind `steps` casts and gathers, their amaxes, what was reduced, whether memory stayed."""
+    """The weights' parts after `steps` casts and gathers, their amaxes, what was reduced, whether memory stayed."""
     world, reductions, reduce = Sliced(rank, bounds), [], dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
