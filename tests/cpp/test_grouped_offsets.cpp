@@ -1,5 +1,6 @@
 // te_grouped_offsets on every device here: any splits, those whose sum overflows too, against 128-bit sums; counters
 // that stay; errors. te_grouped_offsets_of: lists of one and of several launches, from a caller that goes on at once.
+// te_grouped_panels: the panels that such offsets have.
 // Mutants: add_splits without its limit, a second launch that begins again.
 #include <gtest/gtest.h>
 
@@ -10,6 +11,7 @@
 
 #include "device_buffer.h"
 #include "transformer_engine/grouped_gemm.h"
+#include "transformer_engine/grouped_quantize.h"
 
 namespace te {
 namespace {
@@ -116,6 +118,41 @@ TEST_P(GroupedOffsets, OffsetsOfAListOfTheHost) {
   const int64_t split = 1;
   EXPECT_EQ(te_grouped_offsets_of(nullptr, 1, GetParam(), offsets.data(), nullptr), TE_INVALID_ARGUMENT);
   EXPECT_EQ(te_grouped_offsets_of(&split, 1, GetParam(), nullptr, nullptr), TE_INVALID_ARGUMENT);
+}
+
+TEST_P(GroupedOffsets, PanelsOfTheGroups) {
+  const auto check = [&](const std::vector<int32_t>& sizes) {
+    const auto groups = int32_t(sizes.size());
+    std::vector<int32_t> at(1, 0);
+    int32_t want = 0;
+    for (const int32_t size : sizes) {
+      at.push_back(at.back() + size);
+      want += size / 128 + (size % 128 != 0);
+    }
+    testing::Buffer<int32_t> offsets(GetParam(), 1, groups + 1), panels(GetParam(), 1, 1);
+    offsets.fill(at);
+    TE_ASSERT_OK(te_grouped_panels(offsets.data(), groups, GetParam(), panels.data(), nullptr));
+    EXPECT_EQ(panels.read()[0], want) << groups;
+    EXPECT_TRUE(panels.padding_untouched());
+  };
+  for (const std::vector<int32_t>& sizes :
+       {std::vector<int32_t>{0}, {1}, {127}, {128}, {129}, {0, 3, 17, 0}, {1, 128, 0, 255, 256, 257}, {INT32_MAX}}) {
+    check(sizes);
+  }
+  for (const int groups : {31, 32, 33, 64, 1000}) {
+    std::mt19937 engine{unsigned(groups)};
+    std::vector<int32_t> sizes;
+    for (int g = 0; g < groups; ++g) sizes.push_back(int32_t(engine() % 3 == 0 ? 0 : engine() % 700));
+    check(sizes);
+  }
+  testing::Buffer<int32_t> offsets(GetParam(), 1, 3), panels(GetParam(), 1, 1);
+  const auto refused = [&](const int32_t* from, int32_t groups, int32_t* to, const char* argument) {
+    EXPECT_EQ(te_grouped_panels(from, groups, GetParam(), to, nullptr), TE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(te_last_error()).find(argument), std::string::npos) << te_last_error();
+  };
+  refused(offsets.data(), 0, panels.data(), "'groups'");
+  refused(nullptr, 2, panels.data(), "'offsets'");
+  refused(offsets.data(), 2, nullptr, "'panels'");
 }
 
 }  // namespace

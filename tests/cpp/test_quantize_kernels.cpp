@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "ops/quantize/grouped_panels.cuh"
 #include "ops/quantize/list.cuh"
 #include "quantize_list_case.h"
 
@@ -125,6 +126,21 @@ TEST(QuantizeKernels, OneMatrixAsTheCpuPath) {
       });
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+// The panels of 1 to 70 groups, each of 0 to 299 rows, as te_grouped_panels counts them on the CPU.
+TEST(QuantizeKernels, PanelsAsTheCpuPath) {
+  for (const int groups : {1, 2, 31, 32, 33, 70}) {
+    std::mt19937 random{unsigned(groups)};
+    std::vector<int32_t> offsets(1, 0);
+    for (int g = 0; g < groups; ++g)
+      offsets.push_back(offsets.back() + int32_t(random() % 2 == 0 ? 0 : random() % 300));
+    int32_t want = -1, found = -2;
+    TE_ASSERT_OK(te_grouped_panels(offsets.data(), groups, TE_DEVICE_CPU, &want, nullptr));
+    run_blocks(1, quantize::grouped::kCountingThreads, 7,
+               [&] { quantize::grouped::panels_kernel(offsets.data(), groups, &found); });
+    EXPECT_EQ(found, want) << groups;
   }
 }
 

@@ -64,6 +64,13 @@ typedef struct te_grouped_quantize_problem {
 
 TE_API te_status te_grouped_quantize(const te_grouped_quantize_problem* problem, te_stream stream);
 
+/* *panels = the number of panels of all groups, the sum of ceil(n_g / 128): how many te_grouped_quantize writes, for
+ * callers that copy no others. offsets [groups + 1] as above, and panels [1], on `device` (TE_DEVICE_CPU or a CUDA
+ * ordinal); any number of groups. One launch, capturable. Offsets that te_grouped_offsets does not make give an
+ * unspecified number. Errors: TE_INVALID_ARGUMENT for groups < 1, NULL. */
+TE_API te_status te_grouped_panels(const int32_t* offsets, int32_t groups, int32_t device, int32_t* panels,
+                                   te_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -16,6 +16,7 @@ namespace te::quantize::grouped {
 
 namespace cuda {
 void run(const te_grouped_quantize_problem& problem, te_stream stream);
+void count_panels(const int32_t* offsets, int32_t groups, int32_t* panels, te_stream stream);
 }  // namespace cuda
 
 namespace {
@@ -206,6 +207,12 @@ void run(const te_grouped_quantize_problem& p) {
 
 }  // namespace
 
+void count_panels(const int32_t* offsets, int32_t groups, int32_t* panels) {
+  uint32_t sum = 0;
+  for (int32_t g = 0; g < groups; ++g) sum += panels_between(offsets, g);
+  *panels = int32_t(sum);
+}
+
 }  // namespace cpu
 
 }  // namespace te::quantize::grouped
@@ -217,6 +224,20 @@ te_status te_grouped_quantize(const te_grouped_quantize_problem* problem, te_str
     using namespace te::quantize::grouped;
     check(*problem);
     TE_ON_DEVICE_OF(kOp, problem->x, cpu::run(*problem), cuda::run(*problem, stream));
+  });
+}
+
+te_status te_grouped_panels(const int32_t* offsets, int32_t groups, int32_t device, int32_t* panels, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    using namespace te::quantize::grouped;
+    const char* op = "te_grouped_panels";
+    if (groups < 1) bad_argument(op, "groups", groups, ">= 1");
+    if (offsets == nullptr) bad_argument(op, "offsets", "NULL", "int32 [groups + 1] on `device`");
+    if (panels == nullptr) bad_argument(op, "panels", "NULL", "int32 [1] on `device`");
+    const te_tensor where{nullptr, 0, 0, 0, TE_INT32, device};
+    TE_ON_DEVICE_OF(op, where, cpu::count_panels(offsets, groups, panels),
+                    cuda::count_panels(offsets, groups, panels, stream));
   });
 }
 

@@ -2,6 +2,7 @@
 // emit.cuh quantize like any other: its columnwise data has a pitch of 128. Each block computes the groups' panels from
 // the offsets once, in shared memory, and then processes tiles of them. For current scaling, an earlier launch computes
 // the groups' amaxes, as parts with one writer each (AmaxRuns), so that no memory has to be zeroed first.
+#include "ops/quantize/grouped_panels.cuh"
 #include "ops/quantize/grouped_walk.h"
 #include "ops/quantize/source.cuh"
 
@@ -284,6 +285,11 @@ void run_as(const te_grouped_quantize_problem& p, cudaStream_t stream) {
 void run(const te_grouped_quantize_problem& problem, te_stream stream) {
   dispatch_float(problem.x.dtype, kOp, "x",
                  [&](auto t) { run_as<decltype(t)>(problem, static_cast<cudaStream_t>(stream)); });
+}
+
+void count_panels(const int32_t* offsets, int32_t groups, int32_t* panels, te_stream stream) {
+  panels_kernel<<<1, kCountingThreads, 0, static_cast<cudaStream_t>(stream)>>>(offsets, groups, panels);
+  check_launch("te_grouped_panels");
 }
 
 }  // namespace te::quantize::grouped::cuda

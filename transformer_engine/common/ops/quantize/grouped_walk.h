@@ -12,6 +12,12 @@ constexpr int kPanelRows = 128;
 
 TE_HOST_DEVICE int32_t panels_of(int32_t rows) { return rows > 0 ? (rows - 1) / kPanelRows + 1 : 0; }
 
+// The panels of group g, for any offsets; a sum of these wraps around.
+TE_HOST_DEVICE uint32_t panels_between(const int32_t* offsets, int32_t g) {
+  const int64_t rows = int64_t(offsets[g + 1]) - offsets[g];
+  return rows > 0 ? uint32_t((rows - 1) / kPanelRows + 1) : 0;
+}
+
 // The largest number of panels of `rows` rows in `groups` groups: m groups with a row of their own, the rest 128 at a
 // time.
 TE_HOST_DEVICE int64_t most_panels(int64_t rows, int64_t groups) {

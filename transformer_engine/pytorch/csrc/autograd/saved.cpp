@@ -15,30 +15,38 @@ struct Announced {
   const c10::TensorImpl* tensor;  // alive, as the announcing node saves it
   LiveRows live;                  // the counter may be undefined
   int64_t trailing = 0;
+  Uncounted uncounted = {};
 };
 
 thread_local std::deque<Announced> announced;  // a deque: additions by hooks leave the entries in place
-thread_local std::optional<at::Tensor> live_tokens;
+thread_local LiveGroup live_group;
 thread_local int64_t current_trailing_rows = 0;
 
 }  // namespace
 
-void SaveContext::announce(const at::Tensor& t, const LiveRows& live) {
-  announced.push_back({t.unsafeGetTensorImpl(), live, 0});
+void SaveContext::announce(const at::Tensor& t, const SavedInfo& info, const LiveRows& live) const {
+  const bool counted = live.counter.defined();
+  if (!counted && !live_group.open) return;
+  announced.push_back({t.unsafeGetTensorImpl(), live, 0, counted ? Uncounted{} : Uncounted{op_, info.name}});
 }
 
-// A row is an index of the first dimension, which is not the tokens' alone in a tensor of three dimensions.
-void SaveContext::announce_tokens(const at::Tensor& t) {
-  const bool counted = live_tokens.has_value() && t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous() &&
-                       t.device() == live_tokens->device();
-  if (!counted && current_trailing_rows == 0) return;
-  announced.push_back({t.unsafeGetTensorImpl(), {counted ? *live_tokens : at::Tensor(), 1}, current_trailing_rows});
+// A row is an index of the first dimension, which is not the tokens' alone in a tensor of three dimensions. A node's
+// own counter includes all rows that its backward reads.
+void SaveContext::announce_tokens(const at::Tensor& t, const SavedInfo& info) const {
+  const bool is_rows = t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous();
+  if (live_.rows.defined() && is_rows && t.dim() == 2) return announce(t, info, {live_.rows, 1});
+  const auto& tokens = live_group.tokens;
+  const bool counted = tokens.has_value() && is_rows && t.device() == tokens->device();
+  if (!counted && current_trailing_rows == 0 && !live_group.open) return;
+  announced.push_back({t.unsafeGetTensorImpl(),
+                       {counted ? *tokens : at::Tensor(), 1},
+                       current_trailing_rows,
+                       counted ? Uncounted{} : Uncounted{op_, info.name}});
 }
 
-std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter) {
-  std::swap(live_tokens, counter);
-  return counter;
-}
+LiveGroup set_live_group(LiveGroup group) { return std::exchange(live_group, std::move(group)); }
+
+bool in_live_group() { return live_group.open; }
 
 AnnouncedRows::AnnouncedRows() : before_(announced.size()) {}
 
@@ -49,6 +57,13 @@ const LiveRows* AnnouncedRows::of(const at::Tensor& t) {
     if (entry.tensor == t.unsafeGetTensorImpl() && entry.live.counter.defined()) return &entry.live;
   }
   return nullptr;
+}
+
+Uncounted AnnouncedRows::uncounted(const at::Tensor& t) {
+  for (const auto& entry : announced) {
+    if (entry.tensor == t.unsafeGetTensorImpl() && entry.uncounted.node != nullptr) return entry.uncounted;
+  }
+  return {};
 }
 
 TrailingRows::TrailingRows(int64_t rows) : before_(std::exchange(current_trailing_rows, rows)) {}

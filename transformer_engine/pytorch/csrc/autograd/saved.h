@@ -12,15 +12,27 @@
 namespace te_torch {
 
 // The live rows of a saved tensor: the first counter * unit_rows of its first dimension. The counter is one integer on
-// the tensor's device.
+// the tensor's device; undefined: the tensor has data of tokens, but no counter applies to its first dimension.
 struct LiveRows {
   at::Tensor counter;
   int64_t unit_rows = 1;
+  bool panels = false;  // a unit is a panel of 128 rows of tokens
 };
 
-// Sets the counter of live tokens of this thread (a group of PagedStash) and returns the previous one. Nodes announce
-// it for the tensors that they save with a row for each token.
-std::optional<at::Tensor> set_live_tokens(std::optional<at::Tensor> counter);
+// A group of PagedStash around the nodes of this thread. Nodes announce the counter of live tokens, if there is one,
+// for the tensors that they save with a row for each token, unless they have a counter of their own.
+struct LiveGroup {
+  bool open = false;
+  std::optional<at::Tensor> tokens = {};
+};
+LiveGroup set_live_group(LiveGroup group);  // returns the previous one
+bool in_live_group();
+
+// The counters of a node whose rows are in groups: of the live rows of its matrices, and of the panels of its FP8
+// operand. Undefined: the node has none.
+struct LiveCounters {
+  at::Tensor rows, panels;
+};
 
 // For a tensor that the backward reads and that can be recomputed from other saved tensors.
 enum class SaveMode : uint8_t { kSave, kRecompute };
@@ -51,8 +63,8 @@ class TE_EXPORT SaveContext {
     if (!keeps_ || !t.defined()) return;
     refuse_pooled(t, op_ != nullptr ? op_ : "recompute", info.name);
     if (op_ != nullptr && probe::active()) probe::report(op_, info, t, true);
-    if (op_ != nullptr && live != nullptr) announce(t, *live);
-    if (op_ != nullptr && live == nullptr && info.tokens) announce_tokens(t);
+    if (op_ != nullptr && live != nullptr) announce(t, info, *live);
+    if (op_ != nullptr && live == nullptr && info.tokens) announce_tokens(t, info);
     kept_.add(name, t, part);
   }
   void keep(int name, const std::optional<at::Tensor>& t, const SavedInfo& info) {
@@ -64,16 +76,27 @@ class TE_EXPORT SaveContext {
     if (op_ != nullptr && probe::active()) probe::report(op_, info, t, false);
   }
 
+  // The counters of the tensors that are kept from now on; they precede the group's.
+  void set_live(LiveCounters live) { live_ = std::move(live); }
+  const LiveCounters& live() const { return live_; }
+
   NamedTensors take() { return std::move(kept_); }
 
  private:
   SaveContext(const char* op, bool keeps) : op_(op), keeps_(keeps) {}
-  static void announce(const at::Tensor& t, const LiveRows& live);
-  static void announce_tokens(const at::Tensor& t);
+  void announce(const at::Tensor& t, const SavedInfo& info, const LiveRows& live) const;
+  void announce_tokens(const at::Tensor& t, const SavedInfo& info) const;
 
   const char* op_;
   bool keeps_;
+  LiveCounters live_;
   NamedTensors kept_;
+};
+
+// A tensor with data of tokens that no counter applies to: the node that saves it, and the tensor's name.
+struct Uncounted {
+  const char* node = nullptr;
+  const char* name = nullptr;
 };
 
 // The scope of announced live rows: while the node passes its tensors to saved-tensor hooks. Another node may save all
@@ -85,7 +108,8 @@ class TE_EXPORT AnnouncedRows {
   AnnouncedRows(const AnnouncedRows&) = delete;
   AnnouncedRows& operator=(const AnnouncedRows&) = delete;
 
-  static const LiveRows* of(const at::Tensor& t);  // null without an announcement
+  static const LiveRows* of(const at::Tensor& t);   // null without an announced counter
+  static Uncounted uncounted(const at::Tensor& t);  // of nulls where the tensor is not announced as such
 
  private:
   size_t before_;  // number of announcements of an outer node, in whose hook this node runs

@@ -199,24 +199,41 @@ void refuse_pooled(const Operand& t, const char* op) {
   for (const Operand& group : t.groups) refuse_pooled(group, op);
 }
 
+namespace {
+
+SavedInfo with_tokens(SavedInfo info, bool tokens) {
+  info.tokens = tokens;
+  return info;
+}
+
+// Saves a part of an FP8 operand. The group's counter does not apply to parts with data of tokens: leading dimensions
+// are folded into the first one of rowwise data, and tokens lie along another one elsewhere. live: of the node.
+void keep_part(SaveContext& save, int name, const Tensor& t, const SavedInfo& info, uint8_t part, LiveRows live) {
+  if (t.defined() && live.counter.defined() && !t.is_contiguous()) live.counter.reset();
+  save.keep(name, t, with_tokens(info, false), part, info.tokens ? &live : nullptr);
+}
+
+}  // namespace
+
 void keep_operand(SaveContext& save, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what) {
-  for (const Operand& group : t.groups) keep_operand(save, name, group, usage, what);
+  // The host knows the sizes of such groups, and all their rows are live.
+  for (const Operand& group : t.groups) keep_operand(save, name, group, usage, with_tokens(what, false));
   if (!t.quantized()) {
     save.keep(name, t.plain, what);
     return;
   }
   const Quantized& q = t.fp8;
+  const bool blocks = q.scaling != TE_SCALING_TENSOR;
   if (usage.rowwise) {
-    SavedInfo rows = what;
-    rows.tokens = false;  // all leading dimensions are folded into the first
-    save.keep(name, q.rowwise, rows, part_of(q, kRowwise));
-    save.keep(name, q.rowwise_scale_inv, kScales, part_of(q, kRowwiseScale));
+    keep_part(save, name, q.rowwise, what, part_of(q, kRowwise), {save.live().rows, 1});
+    keep_part(save, name, q.rowwise_scale_inv, with_tokens(kScales, what.tokens && blocks), part_of(q, kRowwiseScale),
+              {});
   }
   if (usage.columnwise) {
-    SavedInfo columns = what;
-    columns.tokens = false;  // they lie along the second dimension
-    save.keep(name, q.columnwise, columns, part_of(q, kColumnwise));
-    save.keep(name, q.columnwise_scale_inv, kScales, part_of(q, kColumnwiseScale));
+    const LiveRows panels{save.live().panels, 1, true};
+    keep_part(save, name, q.columnwise, what, part_of(q, kColumnwise), panels);
+    keep_part(save, name, q.columnwise_scale_inv, with_tokens(kScales, what.tokens && blocks),
+              part_of(q, kColumnwiseScale), panels);
   }
 }
 

@@ -230,6 +230,10 @@ class DeviceGroups final : public GemmPolicy {
     for (const Quantization& q : grouping_.quantizations) scales.push_back(q->x.scale);
     return {at::cat(scales)};
   }
+  LiveCounters live_counters(const Operand& kept) const override {
+    if (listed()) return {};
+    return {live_rows_of(grouping_), kept.fp8.columnwise.defined() ? grouped_panels(grouping_.offsets) : Tensor()};
+  }
   std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const override {
     Grouping grouping = grouping_;
     for (size_t g = 0; g < grouping.quantizations.size(); ++g) {

@@ -196,6 +196,8 @@ class HostGroups final : public GemmPolicy {
     return used;
   }
 
+  LiveCounters live_counters(const Operand&) const override { return {live_rows_of(grouping_), {}}; }
+
   std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const override {
     Grouping grouping = grouping_;
     grouping.quantizations.clear();

@@ -1,6 +1,8 @@
 // grouped_linear is a layer with a weight for each group of rows. This file has its schemas and the Python entry.
 #include <ATen/autocast_mode.h>
 
+#include <utility>
+
 #include "core/op_registration.h"
 #include "gemm/gemm_list_fp8.h"
 #include "gemm/gemm_path.h"
@@ -133,7 +135,7 @@ Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const
       const int32_t* at = offsets->const_data_ptr<int32_t>();
       grouping.splits.resize(weights.size());
       for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
-      grouping.offsets = Tensor();
+      grouping.read_offsets = std::exchange(grouping.offsets, Tensor());
     }
     if (!offsets.has_value()) put_at_once(grouping, x, weights, biases, handles);
     config.gemm_policy = grouped_gemm_policy(std::move(grouping));

@@ -22,6 +22,15 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
   return sums;
 }
 
+Tensor live_rows_of(const Grouping& grouping) {
+  const bool listed = grouping.offsets.defined() && !grouping.splits.empty();  // the offsets were made of the list
+  const Tensor& offsets = grouping.offsets.defined() ? grouping.offsets : grouping.read_offsets;
+  if (listed || !offsets.defined()) return {};
+  Tensor last = offsets.narrow(0, offsets.size(0) - 1, 1);
+  share_version(last, offsets);
+  return last;
+}
+
 void check_apart(const Tensor& given, const char* argument, const Operand& read) {
   for (const Operand& group : read.groups) check_apart(given, argument, group);
   if (!given.defined() || !read.plain.defined() || given.numel() == 0 || read.plain.numel() == 0) return;

@@ -18,11 +18,16 @@ struct Grouping {
   Tensor out, dgrad_out;
   // With splits and offsets: marks the groups that the kernel leaves to a GEMM of their own.
   std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
+  // The caller's offsets, where `splits` was read from them; the last one counts the live rows.
+  Tensor read_offsets = {};
 };
 
 c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
 // The sums of each group's columns.
 Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups);
+
+// The counter of the rows of all groups, the last of their offsets; undefined for sizes that are in a list.
+Tensor live_rows_of(const Grouping& grouping);
 
 // Raises where a buffer of the caller's shares memory with what the product reads.
 void check_apart(const Tensor& given, const char* argument, const Operand& read);

@@ -78,6 +78,9 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
   const QuantizeUsage read = kept_usage(q), read_twice{true, read.columnwise};
   const SavedInfo operand_info = saved_info(prologue.operand_info(), q), parameter = saved_info(kParameter, q);
 
+  const bool announces = save.serves_a_graph() && dispatch.direct() && in_live_group();
+  save.set_live(announces ? config.gemm_policy->live_counters(operand) : LiveCounters{});
+
   constexpr SaveMode kKeep = SaveMode::kSave;
   const SaveRule rules[] = {
       {kInput, keep_input, kKeep, prologue_output.input, {}, {}, prologue.input_info()},

@@ -148,6 +148,14 @@ Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tens
   return out;
 }
 
+Tensor grouped_panels(const Tensor& offsets) {
+  const Tensor panels = at::empty({1}, offsets.options());
+  check(te_grouped_panels(offsets.const_data_ptr<int32_t>(), int32_t(groups_of(offsets)),
+                          offsets.is_cpu() ? TE_DEVICE_CPU : int32_t(offsets.get_device()),
+                          panels.mutable_data_ptr<int32_t>(), current_stream(offsets)));
+  return panels;
+}
+
 namespace {
 
 FourTensors parts_of(const Quantized& q, const Tensor& x) {

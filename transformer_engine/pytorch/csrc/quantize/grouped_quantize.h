@@ -15,6 +15,9 @@ inline constexpr size_t kMostQuantizedGroups = 1024;  // of a launch: TE_GROUPED
 Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tensor& x, const Tensor& offsets,
                            QuantizeUsage usage);
 
+// The number of panels that grouped_quantize() writes for these offsets, int32 [1] on their device.
+Tensor grouped_panels(const Tensor& offsets);
+
 // The registered op te::grouped_quantize, for quantizers without state: (rowwise, its scales, panels, their scales),
 // empty where not requested.
 FourTensors grouped_quantize_op(const Tensor& x, const Tensor& offsets, at::ArrayRef<int64_t> spec, bool rowwise,

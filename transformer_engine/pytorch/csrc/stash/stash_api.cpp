@@ -138,7 +138,7 @@ class StashScope {
         core_(std::move(core)),
         name_(std::move(name)),
         tail_(tail),
-        tensors_(std::make_shared<StashTensors>(name_, counts, core_->device)) {}
+        tensors_(std::make_shared<StashTensors>(name_, counts, core_->device, core_->warned_uncounted)) {}
 
   void enter() {
     if (handle_ != nullptr) {

@@ -1,6 +1,10 @@
 // See stash_segments.h.
 #include "stash/stash_segments.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/maximum.h>
+
+#include <algorithm>
 #include <optional>
 
 #include "saved_hooks/saved_storages.h"
@@ -18,6 +22,19 @@ StashRegion::StashRegion(int64_t start, int64_t row_count, int64_t bytes, int64_
       unit_rows(unit),
       counter(live_counter),
       counter_version(version_of(live_counter)) {}
+
+bool StashRegion::is_counted_by(const Tensor& other) const {
+  const auto is_other = [&](const Tensor& t) { return t.data_ptr() == other.data_ptr(); };
+  return is_other(counter) || std::any_of(counters.begin(), counters.end(), is_other);
+}
+
+void StashRegion::count_also(const Tensor& other) {
+  if (counters.empty()) counters.push_back(counter);
+  counters.push_back(other);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  counter = at::maximum(counter.flatten(), other.flatten());
+  counter_version = version_of(counter);
+}
 
 bool StashRegion::counter_changed() const { return version_of(counter) != counter_version; }
 

@@ -21,13 +21,18 @@ struct StashRegion {
   StashRegion(int64_t start, int64_t row_count, int64_t bytes, int64_t unit, const Tensor& live_counter);
 
   int64_t end() const { return offset + rows * row_bytes; }
+  bool is_counted_by(const Tensor& other) const;
+  // The same rows are counted by `other` too: those of the larger count are live, which the device computes.
+  void count_also(const Tensor& other);
   bool counter_changed() const;  // written in place since the region was made
   int64_t trailing_units() const;
 
   int64_t offset, rows, row_bytes, unit_rows;
   int64_t trailing_rows = 0;  // rows behind the live ones that are copied too (autograd/trailing_rows.h)
+  bool panels = false;        // a unit is a panel of 128 rows of tokens
   Tensor counter;
   int64_t counter_version;
+  std::vector<Tensor> counters = {};  // of which `counter` is the largest, where there are several
 };
 
 // Memory with stashed regions: the original until it is freed, after a reload the new memory.

@@ -111,6 +111,7 @@ class StashCore : public std::enable_shared_from_this<StashCore> {
   int64_t low_water = 0;
   bool sized = false;  // the number of pages is known without a recorded step
   bool closed = false;
+  const std::shared_ptr<bool> warned_uncounted = std::make_shared<bool>(false);  // see StashTensors
 };
 
 // The stashes that this thread has opened groups of and that are alive, the last one first.

@@ -15,6 +15,8 @@ namespace py = pybind11;
 
 namespace {
 
+constexpr int64_t kLarge = int64_t(1) << 20;  // bytes
+
 // [start, end) of a tensor in its storage, in bytes.
 std::pair<int64_t, int64_t> span_of(const Tensor& t) {
   const int64_t start = byte_offset(t);
@@ -75,12 +77,12 @@ void StashTensors::refuse(const Text&... text) const {
 
 void StashTensors::open(std::shared_ptr<StashHandle> handle) {
   handle_ = std::move(handle);
-  outer_counts_ = set_live_tokens(counts_);
+  outer_ = set_live_group({true, counts_});
   open_ = true;
 }
 
 void StashTensors::close() {
-  set_live_tokens(std::move(outer_counts_));
+  set_live_group(std::move(outer_));
   open_ = false;
   for (const auto& memory : taken()) {
     const auto stashed = std::static_pointer_cast<Stashed>(memory);
@@ -92,7 +94,11 @@ void StashTensors::close() {
 
 std::shared_ptr<PackedStorage> StashTensors::take(const SaveRequest& request) {
   const Tensor& t = request.tensor;
-  if (t.numel() == 0 || request.live() == nullptr) return nullptr;
+  if (t.numel() == 0) return nullptr;
+  if (request.live() == nullptr) {
+    warn_if_uncounted(t);
+    return nullptr;
+  }
   if (t.device() != device_) {
     refuse("a tensor ", t.sizes(), " with counted rows on ", t.device(), ", wanted the pool's device, ", device_,
            "; make one PagedStash for each device.");
@@ -100,6 +106,19 @@ std::shared_ptr<PackedStorage> StashTensors::take(const SaveRequest& request) {
   auto packed = std::make_shared<Stashed>(shared_from_this(), t);
   ++readers_;
   return packed;
+}
+
+void StashTensors::warn_if_uncounted(const Tensor& t) const {
+  const Uncounted found = AnnouncedRows::uncounted(t);
+  if (found.node == nullptr || *warned_ || int64_t(t.nbytes()) < kLarge) return;
+  *warned_ = true;
+  const std::string text = c10::str(
+      "PagedStash: group ", std::string(py::repr(name_)), " keeps all rows of '", found.name, "' of ", found.node, ", ",
+      name_of(t.scalar_type()), " ", t.sizes(), ", ", t.nbytes(),
+      " bytes, because no counter on the device applies to its first dimension. Matrices of tokens need counts in "
+      "group(), or sizes on the device in GroupedLinear; FP8 data by columns and scales by rows have a counter in "
+      "GroupedLinear's panels alone. Other tensors of this stash get no warning.");
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw py::error_already_set();
 }
 
 void StashTensors::check_rows(const Tensor& t, const LiveRows& live) {
@@ -149,10 +168,10 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
   }
   const int64_t rows = t.size(0), row_bytes = int64_t(t.nbytes()) / rows;
   if (enclosing != nullptr) {
-    if (enclosing->offset == start && enclosing->counter.data_ptr() == counter.data_ptr() &&
-        enclosing->unit_rows * enclosing->row_bytes == live.unit_rows * row_bytes) {
-      return;
-    }
+    const bool alike =
+        enclosing->offset == start && enclosing->unit_rows * enclosing->row_bytes == live.unit_rows * row_bytes;
+    if (alike && enclosing->is_counted_by(counter)) return;
+    if (alike && enclosing->end() == end) return enclosing->count_also(counter);
     refuse("a tensor ", t.sizes(),
            " inside another tensor with counted rows, and the live rows of the two differ; declare one counter for "
            "both, or clone it.");
@@ -166,7 +185,9 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
     refuse("more than ", TE_STASH_MOST_MEMBERS, " tensors with counted rows, wanted at most ", TE_STASH_MOST_MEMBERS,
            "; open a second group for the others.");
   }
-  segment.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter).trailing_rows = trailing;
+  StashRegion& region = segment.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter);
+  region.trailing_rows = trailing;
+  region.panels = live.panels;
 }
 
 void StashTensors::release_one() {

@@ -15,8 +15,10 @@ namespace te_torch {
 class StashTensors : public StorageHandler, public std::enable_shared_from_this<StashTensors> {
  public:
   // counts: the counter of tensors that this library's modules keep with a row for each token.
-  StashTensors(pybind11::object name, std::optional<Tensor> counts, const at::Device& device)
-      : name_(std::move(name)), counts_(std::move(counts)), device_(device) {}
+  // warned: shared by the groups of a stash.
+  StashTensors(pybind11::object name, std::optional<Tensor> counts, const at::Device& device,
+               std::shared_ptr<bool> warned)
+      : name_(std::move(name)), counts_(std::move(counts)), device_(device), warned_(std::move(warned)) {}
 
   void open(std::shared_ptr<StashHandle> handle);
   void close();  // moves the segments to the handle
@@ -31,10 +33,13 @@ class StashTensors : public StorageHandler, public std::enable_shared_from_this<
   template <class... Text>
   [[noreturn]] void refuse(const Text&... text) const;
   void check_rows(const Tensor& t, const LiveRows& live);
+  void warn_if_uncounted(const Tensor& t) const;  // once for a stash, of large tensors of this library's modules
 
   pybind11::object name_;
-  std::optional<Tensor> counts_, outer_counts_;  // outer: in force before open()
+  std::optional<Tensor> counts_;
+  LiveGroup outer_;  // in force before open()
   at::Device device_;
+  std::shared_ptr<bool> warned_;
   std::shared_ptr<StashHandle> handle_;
   bool open_ = false;
   std::optional<int64_t> rows_;  // of the tensors that `counts` counts
