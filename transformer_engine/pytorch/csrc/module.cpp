@@ -73,6 +73,7 @@
   X(linear_cross_entropy) \
   X(noop_cat)             \
   X(rope)                 \
+  X(router)               \
   X(normalization)        \
   X(offload)              \
   X(optimizer)            \

@@ -31,6 +31,7 @@ from transformer_engine.pytorch.functional.quantize import (
     quantize_range_cast,
 )
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
+from transformer_engine.pytorch.functional.router import router_aux_loss, router_scores, router_topk
 
 __all__ = [
     "activation",
@@ -64,4 +65,7 @@ __all__ = [
     "quantize_range_cast",
     "rope",
     "rope_qkv",
+    "router_aux_loss",
+    "router_scores",
+    "router_topk",
 ]

@@ -1,0 +1,530 @@
+// The binding of the MoE router: the choice of experts, the scores of the auxiliary loss, and that loss. Each is an
+// autograd node. A node saves the logits and the chosen experts (int32, 4 bytes each), and computes scores again.
+#include <ATen/ops/empty.h>
+#include <transformer_engine/router.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "autograd/autograd.h"
+#include "core/op_registration.h"
+
+namespace te_torch {
+
+namespace {
+
+constexpr const char* kTopk = "router_topk";
+constexpr const char* kScores = "router_scores";
+constexpr const char* kLoss = "router_aux_loss";
+
+constexpr SavedInfo kLogits{"router logits", "the backward computes the scores again", kCallers, true};
+constexpr SavedInfo kChosenExperts{"chosen experts", "the gradient flows through them alone",
+                                   "a choice of each token's experts", true};
+constexpr SavedInfo kTokens{"tokens per expert", "the gradient of the scores is their multiple", kCallers};
+
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+enum class MapFormat { kBytes, kBits, kNone };
+
+MapFormat map_format_of(const char* op, std::string_view name) {
+  if (name == "bytes") return MapFormat::kBytes;
+  if (name == "bits") return MapFormat::kBits;
+  TORCH_CHECK_VALUE(name == "none", op, ": argument 'map_format' is '", name, "', wanted bytes, bits or none.");
+  return MapFormat::kNone;
+}
+
+int32_t score_of(const char* op, std::string_view name) {
+  if (name == "softmax") return TE_ROUTER_SOFTMAX;
+  if (name == "sigmoid") return TE_ROUTER_SIGMOID;
+  TORCH_CHECK_VALUE(name == "sqrtsoftplus", op, ": argument 'score_function' is '", name,
+                    "', wanted softmax, sigmoid or sqrtsoftplus.");
+  return TE_ROUTER_SQRTSOFTPLUS;
+}
+
+// The options of a choice, as the schemas have them.
+struct Choice {
+  int64_t topk = 0;
+  bool pre_softmax = false;
+  int64_t num_groups = 0;
+  int64_t group_topk = 0;
+  double scaling_factor = 1;
+  std::string score;
+};
+
+// ---- checks, on sizes that may be symbolic ----
+
+void check_logits(const char* op, const Tensor& logits, int64_t topk) {
+  check_float(logits, op, "logits");
+  TORCH_CHECK_VALUE(logits.dim() >= 1, op, ": argument 'logits' has no dimensions, wanted [..., experts].");
+  const c10::SymInt experts = logits.sym_size(-1);
+  TORCH_CHECK_VALUE(experts >= 1 && experts <= 1024, op, ": argument 'logits' has shape ", logits.sym_sizes(),
+                    ", wanted 1 to 1024 experts in the last dimension.");
+  const c10::SymInt most = experts.min(32);
+  TORCH_CHECK_VALUE(topk >= 1 && topk <= most, op, ": argument 'topk' is ", topk, ", wanted 1 to ", most,
+                    ", as there are ", experts, " experts; at most 32 are supported.");
+}
+
+void check_expert_groups(const Tensor& logits, int64_t topk, int64_t num_groups, int64_t group_topk) {
+  if (num_groups == 0 && group_topk == 0) return;
+  const c10::SymInt experts = logits.sym_size(-1);
+  TORCH_CHECK_VALUE(num_groups >= 1 && experts % num_groups == 0, kTopk, ": argument 'num_groups' is ", num_groups,
+                    ", wanted a divisor of the ", experts, " experts.");
+  TORCH_CHECK_VALUE(group_topk >= 1 && group_topk <= num_groups && topk % group_topk == 0, kTopk,
+                    ": argument 'group_topk' is ", group_topk, ", wanted a divisor of topk = ", topk,
+                    " from 1 to num_groups = ", num_groups, ".");
+  TORCH_CHECK_VALUE(topk / group_topk <= experts / num_groups, kTopk, ": argument 'group_topk' is ", group_topk,
+                    ", so that a group gives ", topk / group_topk, " of its ", experts / num_groups,
+                    " experts; choose more groups, or fewer experts.");
+}
+
+void check_topk(const Tensor& logits, const OptionalTensor& bias, const Choice& choice) {
+  check_logits(kTopk, logits, choice.topk);
+  check_expert_groups(logits, choice.topk, choice.num_groups, choice.group_topk);
+  if (!bias.has_value()) return;
+  TORCH_CHECK_VALUE(choice.score != "softmax", kTopk,
+                    ": argument 'expert_bias' is given, wanted None with score_function 'softmax'; use sigmoid or "
+                    "sqrtsoftplus.");
+  check_float(*bias, kTopk, "expert_bias");
+  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == logits.sym_size(-1), kTopk,
+                    ": argument 'expert_bias' has shape ", bias->sym_sizes(), ", wanted [", logits.sym_size(-1),
+                    "], one value for each expert.");
+  TORCH_CHECK_VALUE(bias->device() == logits.device(), kTopk, ": argument 'expert_bias' is on ", bias->device(),
+                    ", wanted ", logits.device(), " like the logits; move it with .to(device).");
+}
+
+void check_like_logits(const char* op, const char* argument, const Tensor& t, const Tensor& logits,
+                       at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(t.sym_sizes() == logits.sym_sizes() && t.scalar_type() == dtype && t.device() == logits.device(),
+                    op, ": argument '", argument, "' is ", t.scalar_type(), " of shape ", t.sym_sizes(), " on ",
+                    t.device(), ", wanted ", dtype, " of shape ", logits.sym_sizes(), " on ", logits.device(), ".");
+}
+
+c10::SymDimVector with_last(const Tensor& logits, const c10::SymInt& last) {
+  c10::SymDimVector shape(logits.sym_sizes().begin(), logits.sym_sizes().end());
+  shape.back() = last;
+  return shape;
+}
+
+void check_chosen(const Tensor& chosen, const Tensor& logits, int64_t topk) {
+  TORCH_CHECK_VALUE(chosen.sym_sizes() == c10::SymIntArrayRef(with_last(logits, topk)) &&
+                        chosen.scalar_type() == at::kInt && chosen.device() == logits.device(),
+                    kTopk, ": argument 'chosen' is ", chosen.scalar_type(), " of shape ", chosen.sym_sizes(), " on ",
+                    chosen.device(), ", wanted int32 of shape ", c10::SymIntArrayRef(with_last(logits, topk)), " on ",
+                    logits.device(), ".");
+}
+
+// ---- results ----
+
+// [..., E] bool, [..., ceil(E / 8)] uint8, or empty.
+Tensor empty_map(const Tensor& logits, MapFormat format) {
+  const auto bytes = logits.options().dtype(at::kByte);
+  if (format == MapFormat::kNone) return logits.new_empty({0}, bytes);
+  if (format == MapFormat::kBits)
+    return logits.new_empty_symint(with_last(logits, (logits.sym_size(-1) + 7) / 8), bytes);
+  return logits.new_empty_symint(logits.sym_sizes(), logits.options().dtype(at::kBool));
+}
+
+Tensor empty_chosen(const Tensor& logits, int64_t topk) {
+  return logits.new_empty_symint(with_last(logits, topk), logits.options().dtype(at::kInt));
+}
+
+te_tensor map_view(const char* op, const Tensor& map, MapFormat format) {
+  if (format == MapFormat::kNone) return absent();
+  return view_2d(map.view(at::kByte), op, "map");
+}
+
+te_router_plan plan_of(const char* op, const Tensor& logits, int64_t topk, std::string_view score, MapFormat format) {
+  te_router_plan plan{};
+  plan.logits = view_2d(logits, op, "logits");
+  plan.topk = static_cast<int32_t>(topk);
+  plan.score = score_of(op, score);
+  plan.map_format = format == MapFormat::kBits ? TE_ROUTER_BITS : TE_ROUTER_BYTES;
+  plan.scaling_factor = 1.f;
+  return plan;
+}
+
+// ---- kernels ----
+
+Three topk_fwd(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
+               int64_t group_topk, double scaling_factor, std::string_view score, std::string_view map_format) {
+  const MapFormat format = map_format_of(kTopk, map_format);
+  check_topk(logits, bias, {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)});
+  const Tensor x = rows_of(logits);
+  te_router_plan plan = plan_of(kTopk, x, topk, score, format);
+  const Tensor floats = bias.has_value() ? rows_of(bias->to(at::kFloat)) : Tensor();
+  if (floats.defined()) plan.expert_bias = view_2d(floats, kTopk, "expert_bias");
+  plan.num_groups = static_cast<int32_t>(num_groups);
+  plan.group_topk = static_cast<int32_t>(group_topk);
+  plan.pre_softmax = pre_softmax;
+  plan.scaling_factor = static_cast<float>(scaling_factor);
+  const Tensor probs = at::empty(x.sizes(), x.options()), chosen = empty_chosen(x, topk), map = empty_map(x, format);
+  check(te_router_forward(&plan, view_2d(probs, kTopk, "probs"), view_2d(chosen, kTopk, "chosen"),
+                          map_view(kTopk, map, format), current_stream(x)));
+  return {probs, map, chosen};
+}
+
+Three topk_fwd_meta(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
+                    int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
+                    std::string_view map_format) {
+  score_of(kTopk, score);
+  check_topk(logits, bias, {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)});
+  return {logits.new_empty_symint(logits.sym_sizes()), empty_map(logits, map_format_of(kTopk, map_format)),
+          empty_chosen(logits, topk)};
+}
+
+void check_topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk) {
+  check_logits(kTopk, logits, topk);
+  check_like_logits(kTopk, "dprobs", dprobs, logits, logits.scalar_type());
+  check_chosen(chosen, logits, topk);
+}
+
+Tensor topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk, bool pre_softmax,
+                double scaling_factor, std::string_view score) {
+  check_topk_bwd(dprobs, logits, chosen, topk);
+  const Tensor x = rows_of(logits), dy = rows_of(dprobs), experts = rows_of(chosen);
+  te_router_plan plan = plan_of(kTopk, x, topk, score, MapFormat::kNone);
+  plan.pre_softmax = pre_softmax;
+  plan.scaling_factor = static_cast<float>(scaling_factor);
+  const Tensor dx = at::empty(x.sizes(), x.options());
+  check(te_router_backward(&plan, view_2d(dy, kTopk, "dprobs"), view_2d(experts, kTopk, "chosen"),
+                           view_2d(dx, kTopk, "dlogits"), current_stream(x)));
+  return dx;
+}
+
+Tensor topk_bwd_meta(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk, bool, double,
+                     std::string_view score) {
+  score_of(kTopk, score);
+  check_topk_bwd(dprobs, logits, chosen, topk);
+  return logits.new_empty_symint(logits.sym_sizes());
+}
+
+Two scores_fwd(const Tensor& logits, int64_t topk, std::string_view score, std::string_view map_format) {
+  const MapFormat format = map_format_of(kScores, map_format);
+  check_logits(kScores, logits, topk);
+  const Tensor x = rows_of(logits), map = empty_map(x, format);
+  const te_router_plan plan = plan_of(kScores, x, topk, score, format);
+  const Tensor scores = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+  check(te_router_scores_forward(&plan, view_2d(scores, kScores, "scores"), map_view(kScores, map, format),
+                                 current_stream(x)));
+  return {scores, map};
+}
+
+Two scores_fwd_meta(const Tensor& logits, int64_t topk, std::string_view score, std::string_view map_format) {
+  score_of(kScores, score);
+  check_logits(kScores, logits, topk);
+  return {logits.new_empty_symint(logits.sym_sizes(), logits.options().dtype(at::kFloat)),
+          empty_map(logits, map_format_of(kScores, map_format))};
+}
+
+Tensor scores_bwd(const Tensor& dscores, const Tensor& logits, std::string_view score) {
+  check_logits(kScores, logits, 1);
+  check_like_logits(kScores, "dscores", dscores, logits, at::kFloat);
+  const Tensor x = rows_of(logits), dy = rows_of(dscores), dx = at::empty(x.sizes(), x.options());
+  const te_router_plan plan = plan_of(kScores, x, 1, score, MapFormat::kNone);
+  check(te_router_scores_backward(&plan, view_2d(dy, kScores, "dscores"), view_2d(dx, kScores, "dlogits"),
+                                  current_stream(x)));
+  return dx;
+}
+
+Tensor scores_bwd_meta(const Tensor& dscores, const Tensor& logits, std::string_view score) {
+  score_of(kScores, score);
+  check_logits(kScores, logits, 1);
+  check_like_logits(kScores, "dscores", dscores, logits, at::kFloat);
+  return logits.new_empty_symint(logits.sym_sizes());
+}
+
+// ---- the auxiliary loss ----
+
+void check_aux_loss(c10::SymIntArrayRef probs, const Tensor& like, const Tensor& tokens,
+                    const OptionalTensor& total_tensor, c10::SymInt total, int64_t num_experts, int64_t topk) {
+  check_float(like, kLoss, "probs");
+  TORCH_CHECK_VALUE(!probs.empty(), kLoss, ": argument 'probs' has no dimensions, wanted [..., experts].");
+  const c10::SymInt& columns = probs.back();
+  TORCH_CHECK_VALUE(num_experts >= 1 && columns % num_experts == 0, kLoss, ": argument 'num_experts' is ", num_experts,
+                    ", wanted a divisor of the last dimension of probs, ", columns, ".");
+  TORCH_CHECK_VALUE(topk >= 1 && topk <= num_experts, kLoss, ": argument 'topk' is ", topk, ", wanted 1 to ",
+                    num_experts, ", the number of experts.");
+  TORCH_CHECK_VALUE(tokens.dim() == 1 && tokens.sym_size(0) == columns, kLoss,
+                    ": argument 'tokens_per_expert' has shape ", tokens.sym_sizes(), ", wanted [", columns,
+                    "], one count for each column of probs.");
+  const auto dtype = tokens.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kInt || dtype == at::kLong || dtype == at::kFloat || dtype == at::kBFloat16, kLoss,
+                    ": argument 'tokens_per_expert' has dtype ", dtype,
+                    ", wanted int32, int64, float32 or bfloat16; cast it with .to(dtype).");
+  TORCH_CHECK_VALUE(tokens.device() == like.device(), kLoss, ": argument 'tokens_per_expert' is on ", tokens.device(),
+                    ", wanted ", like.device(), " like probs; move it with .to(device).");
+  if (!total_tensor.has_value()) {
+    TORCH_CHECK_VALUE(total >= 0, kLoss, ": argument 'total_num_tokens' is ", total, ", wanted at least 0.");
+    return;
+  }
+  TORCH_CHECK_VALUE(total_tensor->sym_numel() == 1 && total_tensor->scalar_type() == at::kLong &&
+                        total_tensor->device() == like.device(),
+                    kLoss, ": argument 'total_num_tokens' is ", total_tensor->scalar_type(), " of shape ",
+                    total_tensor->sym_sizes(), " on ", total_tensor->device(), ", wanted an int, or one int64 on ",
+                    like.device(), ".");
+}
+
+// A plan, and the tensors that it reads, until the launch.
+struct LossPlan {
+  Tensor tokens, total;
+  te_router_loss_plan plan{};
+
+  LossPlan(const Tensor& tokens_per_expert, const OptionalTensor& total_tensor, int64_t total_int, int64_t num_experts,
+           int64_t topk, double coeff)
+      : tokens(tokens_per_expert.scalar_type() == at::kBFloat16 ? tokens_per_expert.to(at::kFloat)
+                                                                : rows_of(tokens_per_expert)) {
+    plan.tokens_per_expert = view_2d(tokens, kLoss, "tokens_per_expert");
+    if (total_tensor.has_value()) {
+      total = total_tensor->view({1});
+      plan.total_tensor = view_2d(total, kLoss, "total_num_tokens");
+    }
+    plan.total = total_int;
+    plan.num_experts = num_experts;
+    plan.topk = topk;
+    plan.coeff = coeff;
+  }
+};
+
+Tensor aux_loss_fwd(const Tensor& probs, const Tensor& tokens, const OptionalTensor& total_tensor, c10::SymInt total,
+                    int64_t num_experts, int64_t topk, double coeff) {
+  check_aux_loss(probs.sym_sizes(), probs, tokens, total_tensor, total, num_experts, topk);
+  const Tensor p = rows_of(probs);
+  const LossPlan loss_plan(tokens, total_tensor, total.expect_int(), num_experts, topk, coeff);
+  const te_tensor rows = view_2d(p, kLoss, "probs");
+  const int64_t parts = std::max<int64_t>(1, (rows.rows + TE_ROUTER_LOSS_ROWS - 1) / TE_ROUTER_LOSS_ROWS);
+  const Tensor partials = at::empty({parts}, p.options().dtype(at::kFloat)), loss = at::empty({}, p.options());
+  check(te_router_loss_forward(&loss_plan.plan, rows, view_2d(partials, kLoss, "partials"),
+                               view_2d(loss, kLoss, "loss"), current_stream(p)));
+  return loss;
+}
+
+Tensor aux_loss_fwd_meta(const Tensor& probs, const Tensor& tokens, const OptionalTensor& total_tensor,
+                         c10::SymInt total, int64_t num_experts, int64_t topk, double) {
+  check_aux_loss(probs.sym_sizes(), probs, tokens, total_tensor, total, num_experts, topk);
+  return probs.new_empty({});
+}
+
+Tensor aux_loss_bwd_meta(const Tensor& dloss, const Tensor& tokens, const OptionalTensor& total_tensor,
+                         c10::SymInt total, int64_t num_experts, int64_t topk, double, c10::SymIntArrayRef shape) {
+  check_aux_loss(shape, dloss, tokens, total_tensor, total, num_experts, topk);
+  return dloss.new_empty_symint(shape);
+}
+
+Tensor aux_loss_bwd(const Tensor& dloss, const Tensor& tokens, const OptionalTensor& total_tensor, c10::SymInt total,
+                    int64_t num_experts, int64_t topk, double coeff, c10::SymIntArrayRef shape) {
+  check_aux_loss(shape, dloss, tokens, total_tensor, total, num_experts, topk);
+  const LossPlan loss_plan(tokens, total_tensor, total.expect_int(), num_experts, topk, coeff);
+  const Tensor dprobs = at::empty(C10_AS_INTARRAYREF_SLOW(shape), dloss.options());
+  const Tensor scalar = dloss.resolve_neg().contiguous();
+  check(te_router_loss_backward(&loss_plan.plan, view_2d(scalar, kLoss, "dloss"), view_2d(dprobs, kLoss, "dprobs"),
+                                current_stream(dloss)));
+  return dprobs;
+}
+
+// ---- autograd nodes ----
+
+struct TopkFamily {
+  static constexpr const char* kName = kTopk;
+  using State = Choice;
+  enum Saved { kX, kExperts };
+
+  template <class Mode>
+  static variable_list forward(State& state, SaveContext& save, const Tensor& logits, const OptionalTensor& bias,
+                               int64_t topk, bool pre_softmax, int64_t num_groups, int64_t group_topk,
+                               double scaling_factor, std::string_view score, std::string_view map_format) {
+    state = {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)};
+    const auto [probs, map, chosen] =
+        Mode::template call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                      scaling_factor, score, map_format);
+    save.keep(kX, logits, kLogits);
+    save.keep(kExperts, chosen, kChosenExperts);
+    return {probs, map, chosen};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    if (!wanted[0] || !grads[0].defined()) return {};
+    return {Mode::template call<topk_bwd>("te::router_topk_bwd", grads[0], saved[kX], saved[kExperts], state.topk,
+                                          state.pre_softmax, state.scaling_factor, std::string_view(state.score))};
+  }
+};
+
+struct ScoresFamily {
+  static constexpr const char* kName = kScores;
+  struct State {
+    std::string score;
+  };
+  enum Saved { kX };
+
+  template <class Mode>
+  static variable_list forward(State& state, SaveContext& save, const Tensor& logits, int64_t topk,
+                               std::string_view score, std::string_view map_format) {
+    state.score = std::string(score);
+    const auto [scores, map] =
+        Mode::template call<scores_fwd>("te::router_scores_fwd", logits, topk, score, map_format);
+    save.keep(kX, logits, kLogits);
+    return {scores, map};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    if (!wanted[0] || !grads[0].defined()) return {};
+    return {
+        Mode::template call<scores_bwd>("te::router_scores_bwd", grads[0], saved[kX], std::string_view(state.score))};
+  }
+};
+
+struct LossFamily {
+  static constexpr const char* kName = kLoss;
+  struct State {
+    c10::SymInt total;
+    int64_t num_experts, topk;
+    double coeff;
+    std::vector<c10::SymInt> shape;
+  };
+  enum Saved { kCounts, kTotal };
+
+  template <class Mode>
+  static variable_list forward(State& state, SaveContext& save, const Tensor& probs, const Tensor& tokens,
+                               const OptionalTensor& total_tensor, c10::SymInt total, int64_t num_experts, int64_t topk,
+                               double coeff) {
+    state = {total, num_experts, topk, coeff, probs.sym_sizes().vec()};
+    save.keep(kCounts, tokens, kTokens);
+    save.keep(kTotal, total_tensor, kTokens);
+    return {Mode::template call<aux_loss_fwd>("te::router_aux_loss_fwd", probs, tokens, total_tensor, total,
+                                              num_experts, topk, coeff)};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    if (!wanted[0] || !grads[0].defined()) return {};
+    return {Mode::template call<aux_loss_bwd>("te::router_aux_loss_bwd", grads[0], saved[kCounts],
+                                              saved.optional(kTotal), state.total, state.num_experts, state.topk,
+                                              state.coeff, c10::SymIntArrayRef(state.shape))};
+  }
+};
+
+Three topk_autograd(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
+                    int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
+                    std::string_view map_format) {
+  const variable_list out = Node<TopkFamily, Dispatched>::run(logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                                              scaling_factor, score, map_format);
+  return {out[0], out[1], out[2]};
+}
+
+Three topk_dispatched(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
+                      int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
+                      std::string_view map_format) {
+  return Dispatched::call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                    scaling_factor, score, map_format);
+}
+
+Two scores_autograd(const Tensor& logits, int64_t topk, std::string_view score, std::string_view map_format) {
+  const variable_list out = Node<ScoresFamily, Dispatched>::run(logits, topk, score, map_format);
+  return {out[0], out[1]};
+}
+
+Two scores_dispatched(const Tensor& logits, int64_t topk, std::string_view score, std::string_view map_format) {
+  return Dispatched::call<scores_fwd>("te::router_scores_fwd", logits, topk, score, map_format);
+}
+
+Tensor aux_loss_autograd(const Tensor& probs, const Tensor& tokens, const OptionalTensor& total_tensor,
+                         c10::SymInt total, int64_t num_experts, int64_t topk, double coeff) {
+  return Node<LossFamily, Dispatched>::run(probs, tokens, total_tensor, total, num_experts, topk, coeff)[0];
+}
+
+Tensor aux_loss_dispatched(const Tensor& probs, const Tensor& tokens, const OptionalTensor& total_tensor,
+                           c10::SymInt total, int64_t num_experts, int64_t topk, double coeff) {
+  return Dispatched::call<aux_loss_fwd>("te::router_aux_loss_fwd", probs, tokens, total_tensor, total, num_experts,
+                                        topk, coeff);
+}
+
+// ---- called by Python in eager mode ----
+
+Three topk(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
+           int64_t group_topk, double scaling_factor, const std::string& score_name, const std::string& format_name) {
+  const std::string_view score(score_name), format(format_name);
+  if (must_dispatch({&logits, pointer_to(bias)})) {
+    return Dispatched::call<topk_autograd>("te::router_topk", logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                           scaling_factor, score, format);
+  }
+  if (!needs_graph({&logits})) {
+    return Direct::call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                  scaling_factor, score, format);
+  }
+  const variable_list out = Node<TopkFamily, Direct>::run(logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                                          scaling_factor, score, format);
+  return {out[0], out[1], out[2]};
+}
+
+Two scores(const Tensor& logits, int64_t topk, const std::string& score_name, const std::string& format_name) {
+  const std::string_view score(score_name), format(format_name);
+  if (must_dispatch({&logits})) {
+    return Dispatched::call<scores_autograd>("te::router_scores", logits, topk, score, format);
+  }
+  if (!needs_graph({&logits})) return Direct::call<scores_fwd>("te::router_scores_fwd", logits, topk, score, format);
+  const variable_list out = Node<ScoresFamily, Direct>::run(logits, topk, score, format);
+  return {out[0], out[1]};
+}
+
+Tensor aux_loss(const Tensor& probs, const Tensor& tokens, const OptionalTensor& total_tensor, c10::SymInt total,
+                int64_t num_experts, int64_t topk, double coeff) {
+  if (must_dispatch({&probs, &tokens, pointer_to(total_tensor)})) {
+    return Dispatched::call<aux_loss_autograd>("te::router_aux_loss", probs, tokens, total_tensor, total, num_experts,
+                                               topk, coeff);
+  }
+  if (!needs_graph({&probs})) {
+    return Direct::call<aux_loss_fwd>("te::router_aux_loss_fwd", probs, tokens, total_tensor, total, num_experts, topk,
+                                      coeff);
+  }
+  return Node<LossFamily, Direct>::run(probs, tokens, total_tensor, total, num_experts, topk, coeff)[0];
+}
+
+}  // namespace
+
+TE_OP_REGISTRATION(router, ops) {
+  ops.op("router_topk_fwd(Tensor logits, Tensor? expert_bias, int topk, bool pre_softmax, int num_groups, int "
+         "group_topk, float scaling_factor, str score_function, str map_format) -> (Tensor, Tensor, Tensor)")
+      .kernel(topk_fwd)
+      .meta(topk_fwd_meta);
+  ops.op("router_topk_bwd(Tensor dprobs, Tensor logits, Tensor chosen, int topk, bool pre_softmax, float "
+         "scaling_factor, str score_function) -> Tensor")
+      .kernel(topk_bwd)
+      .meta(topk_bwd_meta);
+  ops.op("router_scores_fwd(Tensor logits, int topk, str score_function, str map_format) -> (Tensor, Tensor)")
+      .kernel(scores_fwd)
+      .meta(scores_fwd_meta);
+  ops.op("router_scores_bwd(Tensor dscores, Tensor logits, str score_function) -> Tensor")
+      .kernel(scores_bwd)
+      .meta(scores_bwd_meta);
+  ops.op("router_aux_loss_fwd(Tensor probs, Tensor tokens_per_expert, Tensor? total_tensor, SymInt total, int "
+         "num_experts, int topk, float coeff) -> Tensor")
+      .kernel(aux_loss_fwd)
+      .meta(aux_loss_fwd_meta);
+  ops.op("router_aux_loss_bwd(Tensor dloss, Tensor tokens_per_expert, Tensor? total_tensor, SymInt total, int "
+         "num_experts, int topk, float coeff, SymInt[] shape) -> Tensor")
+      .kernel(aux_loss_bwd)
+      .meta(aux_loss_bwd_meta);
+  ops.op("router_topk(Tensor logits, Tensor? expert_bias, int topk, bool pre_softmax, int num_groups, int group_topk, "
+         "float scaling_factor, str score_function, str map_format) -> (Tensor, Tensor, Tensor)")
+      .composite(topk_dispatched)
+      .autograd(topk_autograd)
+      .python(topk);
+  ops.op("router_scores(Tensor logits, int topk, str score_function, str map_format) -> (Tensor, Tensor)")
+      .composite(scores_dispatched)
+      .autograd(scores_autograd)
+      .python(scores);
+  ops.op("router_aux_loss(Tensor probs, Tensor tokens_per_expert, Tensor? total_tensor, SymInt total, int num_experts, "
+         "int topk, float coeff) -> Tensor")
+      .composite(aux_loss_dispatched)
+      .autograd(aux_loss_autograd)
+      .python(aux_loss);
+}
+
+}  // namespace te_torch

@@ -1,0 +1,82 @@
+"""The MoE router as functions: the choice of each token's experts, the scores of the auxiliary loss, and that loss.
+Formulas: transformer_engine/router.h."""
+
+import torch
+
+from transformer_engine.pytorch import _C
+
+
+def router_topk(
+    logits: torch.Tensor,
+    topk: int,
+    *,
+    pre_softmax: bool = False,
+    num_groups: int = 0,
+    group_topk: int = 0,
+    scaling_factor: float = 1.0,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
+    map_format: str = "bytes",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(probs, map, chosen): probabilities of each token's topk experts, 0 for all others; which experts they are; and
+    the same as a list, the best one first.
+
+    Shapes: logits, probs [..., experts]; expert_bias [experts]; map bool [..., experts] ("bytes"), uint8
+    [..., ceil(experts / 8)] with the lowest bit first ("bits"), or empty ("none"); chosen [..., topk].
+    Dtypes: logits float32, float16 or bfloat16, probs the same; expert_bias any of these; chosen int32. Arithmetic in
+    float32, one rounding.
+    Saves: logits and chosen. Gradients: of logits alone.
+    Errors: ValueError naming the argument.
+    """
+    args = (
+        logits,
+        expert_bias,
+        topk,
+        pre_softmax,
+        num_groups,
+        group_topk,
+        scaling_factor,
+        score_function,
+        map_format,
+    )
+    if torch.compiler.is_compiling():
+        return torch.ops.te.router_topk(*args)
+    return _C.router_topk(*args)
+
+
+def router_scores(
+    logits: torch.Tensor, topk: int, *, score_function: str = "softmax", map_format: str = "bytes"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, map): scores of all experts that add up to 1, and the map of the topk largest.
+
+    Shapes and dtypes as in `router_topk`, but scores are float32. Saves: logits.
+    """
+    args = (logits, topk, score_function, map_format)
+    if torch.compiler.is_compiling():
+        return torch.ops.te.router_scores(*args)
+    return _C.router_scores(*args)
+
+
+def router_aux_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int | torch.Tensor,
+    *,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> torch.Tensor:
+    """The load-balancing loss: sum over experts of tokens_per_expert times the sum of their probs over tokens, times
+    num_experts * coeff / (topk * total_num_tokens^2); 0 if there are no tokens.
+
+    Shapes: probs [..., columns], columns a multiple of num_experts; tokens_per_expert [columns], int32, int64, float32
+    or bfloat16. total_num_tokens: an int, or one int64 on the device of probs, which is read there without a host
+    synchronisation. Returns a scalar of probs' dtype; sums are float32, in a fixed order.
+    Saves: tokens_per_expert, and total_num_tokens if it is a tensor. Gradients: of probs alone.
+    """
+    is_tensor = isinstance(total_num_tokens, torch.Tensor)
+    total = (total_num_tokens, 0) if is_tensor else (None, total_num_tokens)
+    args = (probs, tokens_per_expert, *total, num_experts, topk, coeff)
+    if torch.compiler.is_compiling():
+        return torch.ops.te.router_aux_loss(*args)
+    return _C.router_aux_loss(*args)
