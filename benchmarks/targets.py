@@ -96,6 +96,7 @@ def _moe():
         ("permute", "backward", 4000),
     ):
         yield from _targets("17", op, "bf16", shape, direction, {"GB/s": rate})
+    yield from _targets("27", "router", "fp32", "8192x128x8", "forward", {"us": 25})
     large, many = "8x16384x28672x4096", "128x65536x1536x2048"
     for op, dtype, experts, rate in (
         ("grouped_linear", "bf16", large, 680),

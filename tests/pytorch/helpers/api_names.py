@@ -98,7 +98,7 @@ SUBMODULES = {
     f"{TE}.quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving restore_from_saved "
     "restore_from_func_ctx",
     f"{TE}.router": "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
-    "RoutingMapFormat",
+    "RoutingMapFormat QBHistogramMode",
     f"{TE}.tensor": f"{TOP_LEVEL['Quantized tensors']} GroupedTensor GroupedTensorStorage {_FORMATS}",
     f"{TE}.tensor.float8_blockwise_tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage",
     f"{TE}.tensor.float8_tensor": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage",

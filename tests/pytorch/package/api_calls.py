@@ -11,7 +11,7 @@ from api_names import ACTIVATIONS
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe
-from transformer_engine.pytorch import cpu_offload, distributed, graph, module, optimizers, quantization, utils
+from transformer_engine.pytorch import cpu_offload, distributed, graph, module, optimizers, quantization, router, utils
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.tensor import utils as utils_of_tensors
@@ -33,6 +33,15 @@ def cross_entropy_step():
 def head_step():
     hidden, weight = torch.randn(SEQ, BATCH, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     te.fused_linear_cross_entropy(hidden, weight, torch.zeros(SEQ, BATCH, dtype=torch.int64)).backward()
+
+
+def routed(**options):
+    """A router's step: choice, auxiliary scores and loss, forward and backward."""
+    logits = torch.randn(SEQ, BATCH, 8, requires_grad=True)
+    probs, _ = router.fused_topk_with_score_function(logits, 2, True, 4, 2, 2.0, "softmax", None, **options)
+    routing_map, scores = router.fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid")
+    counts = routing_map.flatten(0, 1).sum(0)
+    (probs.sum() + router.fused_moe_aux_loss(scores, counts, SEQ * BATCH, 8, 2, 0.1)).backward()
 
 
 def quietly(function):
@@ -245,6 +254,9 @@ CALLS = {
     "onnx_export": lambda: entered(te.onnx_export()),
     "parallel_cross_entropy": cross_entropy_step,
     "fused_linear_cross_entropy": head_step,
+    **dict.fromkeys(
+        ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"), routed
+    ),
     "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
     "start_offload": lambda: cpu_offload.start_offload(torch.ones(1)),
@@ -364,5 +376,9 @@ REFUSED = {
     "apply_fused_qkv_rotary_pos_emb": {
         f"{name}=": lambda name=name, value=value: rotate_packed(**{name: value})
         for name, value in (("tensor_format", "thd"), ("cu_seqlens", torch.arange(3)), ("cp_size", 2))
+    },
+    "fused_topk_with_score_function": {
+        f"{name}=": lambda name=name: routed(**{name: torch.zeros(8)})
+        for name in ("qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
     },
 }

@@ -24,6 +24,10 @@ FUNCTIONS = (
     *("autocast", "quantized_model_init", "checkpoint", "make_graphed_callables", "get_cpu_offload_context"),
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
     *("distributed.comm_usage", "distributed.CommTimeout"),
+    *(
+        f"router.fused_{name}"
+        for name in ("topk_with_score_function", "compute_score_for_moe_aux_loss", "moe_aux_loss")
+    ),
 )
 # page -> where from, and what it has, method by method
 CLASSES = {

@@ -283,6 +283,7 @@ void check_plan(const char* op, const te_router_plan* plan) {
   if (x.cols < 1 || x.cols > kMostExperts) {
     bad_argument(op, "plan.logits", shape_of(x), concat("1 to ", kMostExperts, " columns, one for each expert"));
   }
+  dispatch_float(x.dtype, op, "plan.logits", [](auto) {});
   if (plan->score < TE_ROUTER_SOFTMAX || plan->score > TE_ROUTER_SQRTSOFTPLUS) {
     bad_argument(op, "plan.score", plan->score, "a te_router_score");
   }

@@ -90,20 +90,21 @@ TE_HOST_DEVICE bool softmax_over_all(const te_router_plan& plan) {
 // A single sigmoid or sqrt(softplus) is not divided by itself.
 TE_HOST_DEVICE bool divides(const te_router_plan& plan) { return plan.score == TE_ROUTER_SOFTMAX || plan.topk > 1; }
 
-// What the choice compares. `all`: the shares over all experts, read with softmax_over_all.
+// The value that the choice compares. `all`: the shares over all experts, read with softmax_over_all.
 TE_HOST_DEVICE float choice_value(const te_router_plan& plan, const Shares& all, float x, float bias) {
   if (plan.score != TE_ROUTER_SOFTMAX) return score_of(plan.score, x) + bias;
   return plan.pre_softmax != 0 ? all.of(x) : x;
 }
 
-// Keys order floats as unsigned integers: -0 as 0, NaN above all. 0 is no key.
+// Keys order floats as unsigned integers: -0 as 0, NaN above Inf. 0 is no key.
+constexpr uint32_t kNanKey = 0xff800001u;
 TE_HOST_DEVICE uint32_t key_of(float x) {
-  if (x != x) return 0xffffffffu;
+  if (x != x) return kNanKey;
   const uint32_t u = te::detail::bits_of(x + 0.f);
   return (u & 0x80000000u) != 0 ? ~u : u | 0x80000000u;
 }
 TE_HOST_DEVICE float value_of_key(uint32_t key) {
-  if (key == 0xffffffffu) return te::detail::float_of(0x7fffffffu);
+  if (key == kNanKey) return te::detail::float_of(0x7fffffffu);
   return te::detail::float_of((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
 }
 
@@ -119,7 +120,7 @@ TE_HOST_DEVICE uint32_t key_in(Rank rank) { return uint32_t(rank >> 32); }
 constexpr int kLossRows = 8;
 constexpr int kLossLanes = kLossRows * kSumLanes;
 
-// What multiplies the loss's sum. Double, since total^2 exceeds float32's integers.
+// The factor of the loss's sum. Double, since total^2 exceeds float32's integers.
 TE_HOST_DEVICE float loss_scale(const te_router_loss_plan& plan, int64_t total) {
   if (total == 0) return 0.f;
   return float(plan.coeff * double(plan.num_experts) / double(plan.topk) / double(total) / double(total));
