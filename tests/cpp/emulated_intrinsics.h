@@ -60,6 +60,11 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
   for (int step = 16; step > 0; step /= 2) bits |= __shfl_xor_sync(mask, bits, step);
   return bits;
 }
+inline unsigned __match_any_sync(unsigned mask, int x) {
+  unsigned same = 0;
+  for (int lane = 0; lane < 32; ++lane) same |= unsigned(__shfl_sync(mask, x, lane) == x) << lane;
+  return same;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T>

@@ -78,6 +78,7 @@
   X(offload)              \
   X(optimizer)            \
   X(optimizer_step)       \
+  X(permute)              \
   X(normalization_quantize)
 
 #define TE_LAYER(X) \

@@ -11,6 +11,7 @@ foreach(group IN ITEMS
     "ops/activation;ops/activation_quantize"
     "ops/normalization;ops/normalization_quantize"
     "ops/cross_entropy;ops/linear_cross_entropy"
+    "ops/permute;ops/permute_kernels"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"
     "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped;layer/grouping"

@@ -24,6 +24,14 @@ from transformer_engine.pytorch.functional.optimizer import (
     optimizer_scale,
     optimizer_sgd,
 )
+from transformer_engine.pytorch.functional.permute import (
+    permute,
+    permute_chunk_map,
+    permute_gather,
+    permute_mask_map,
+    permute_row_map,
+    unpermute,
+)
 from transformer_engine.pytorch.functional.quantize import (
     dequantize,
     quantize,
@@ -60,6 +68,11 @@ __all__ = [
     "optimizer_l2norm",
     "optimizer_scale",
     "optimizer_sgd",
+    "permute",
+    "permute_chunk_map",
+    "permute_gather",
+    "permute_mask_map",
+    "permute_row_map",
     "quantize",
     "quantize_range_amax",
     "quantize_range_cast",
@@ -68,4 +81,5 @@ __all__ = [
     "router_aux_loss",
     "router_scores",
     "router_topk",
+    "unpermute",
 ]

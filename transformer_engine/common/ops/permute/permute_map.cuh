@@ -1,0 +1,312 @@
+// Kernels of the maps. Every order is fixed: counts of earlier tokens, then ranks among the tokens of a block. Atomics
+// are on integers alone, whose sums have no order.
+#pragma once
+
+#include "core/reduce.cuh"
+#include "ops/permute/pairs.h"
+
+namespace te::permute {
+
+constexpr int kMapThreads = 256;
+constexpr int kWordsOfChunk = TE_PERMUTE_CHUNK / 32;
+constexpr int kCounters = 8192;  // of the map of ids: copies of two histograms, so that lanes of one expert do not meet
+constexpr int kIdsAhead = 8;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ unsigned lanes_below() { return (1u << (threadIdx.x % kWarp)) - 1u; }
+
+// Replaces values[0, n) in shared memory by their exclusive sums, n <= 4 * kThreads; returns the sum of all. All
+// threads of the block call it; it has barriers at its begin and its end.
+template <int kThreads>
+__device__ int exclusive_sums(int* values, int n) {
+  __shared__ int sums[kThreads / kWarp];
+  __syncthreads();
+  const int first = int(threadIdx.x) * 4, lane = int(threadIdx.x) % kWarp;
+  int own = 0;
+  for (int i = first; i < first + 4 && i < n; ++i) own += values[i];
+  int up_to = own;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, up_to, step);
+    if (lane >= step) up_to += below;
+  }
+  if (lane == kWarp - 1) sums[threadIdx.x / kWarp] = up_to;
+  __syncthreads();
+  int before = up_to - own, total = 0;
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) {
+    if (warp < int(threadIdx.x) / kWarp) before += sums[warp];
+    total += sums[warp];
+  }
+  for (int i = first; i < first + 4 && i < n; ++i) {
+    const int value = values[i];
+    values[i] = before;
+    before += value;
+  }
+  __syncthreads();
+  return total;
+}
+
+// ---- the map of a mask: a block has a chunk of tokens ----
+
+template <class Routed>
+struct Mask {
+  const Routed* data;
+  int64_t pitch;
+  int32_t tokens, experts;
+
+  // Bit i: token first + i is routed to the expert.
+  __device__ __forceinline__ unsigned bits(int first, int expert) const {
+    unsigned found = 0;
+#pragma unroll 8
+    for (int i = 0; i < 32; ++i) {
+      if (first + i < tokens && data[int64_t(first + i) * pitch + expert] != 0) found |= 1u << i;
+    }
+    return found;
+  }
+};
+
+template <class Routed>
+__global__ void __launch_bounds__(kMapThreads) count_kernel(Mask<Routed> mask, int32_t* counts) {
+  __shared__ int sums[TE_PERMUTE_MAX_EXPERTS];
+  for (int e = threadIdx.x; e < mask.experts; e += kMapThreads) sums[e] = 0;
+  __syncthreads();
+  for (int item = threadIdx.x; item < mask.experts * kWordsOfChunk; item += kMapThreads) {
+    const int expert = item % mask.experts, first = int(blockIdx.x) * TE_PERMUTE_CHUNK + item / mask.experts * 32;
+    atomicAdd(&sums[expert], __popc(mask.bits(first, expert)));
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < mask.experts; e += kMapThreads)
+    counts[int64_t(blockIdx.x) * mask.experts + e] = sums[e];
+}
+
+// A warp writes a token's row of the map: lanes are experts, 32 at a time.
+template <class Routed>
+__global__ void __launch_bounds__(kMapThreads) place_kernel(Mask<Routed> mask, const int32_t* counts, int32_t* map) {
+  __shared__ int first_row[TE_PERMUTE_MAX_EXPERTS];  // of this chunk
+  __shared__ unsigned bits[kWordsOfChunk * TE_PERMUTE_MAX_EXPERTS];
+  const int experts = mask.experts, chunks = int(gridDim.x), lane = int(threadIdx.x) % kWarp;
+  int before[TE_PERMUTE_MAX_EXPERTS / kMapThreads];
+#pragma unroll
+  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMapThreads; ++i) {
+    const int e = int(threadIdx.x) + i * kMapThreads;
+    int earlier = 0, all = 0;
+    for (int chunk = 0; chunk < chunks && e < experts; ++chunk) {
+      const int count = counts[int64_t(chunk) * experts + e];
+      earlier += chunk < int(blockIdx.x) ? count : 0;
+      all += count;
+    }
+    before[i] = earlier;
+    if (e < experts) first_row[e] = all;
+  }
+  exclusive_sums<kMapThreads>(first_row, experts);
+#pragma unroll
+  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMapThreads; ++i) {
+    const int e = int(threadIdx.x) + i * kMapThreads;
+    if (e < experts) first_row[e] += before[i];
+  }
+  for (int item = threadIdx.x; item < experts * kWordsOfChunk; item += kMapThreads) {
+    bits[item] = mask.bits(int(blockIdx.x) * TE_PERMUTE_CHUNK + item / experts * 32, item % experts);
+  }
+  __syncthreads();
+  for (int i = int(threadIdx.x) / kWarp; i < TE_PERMUTE_CHUNK; i += kMapThreads / kWarp) {
+    const int token = int(blockIdx.x) * TE_PERMUTE_CHUNK + i;
+    if (token >= mask.tokens) break;
+    int32_t* const out = map + int64_t(token) * (2 * experts + 1);
+    int n = 0;
+    for (int from = 0; from < experts; from += kWarp) {
+      const int e = from + lane;
+      const unsigned own = e < experts ? bits[i / 32 * experts + e] : 0u;
+      const bool routed = (own >> (i % 32) & 1u) != 0;
+      const unsigned all = __ballot_sync(kAllLanes, routed);
+      if (routed) {
+        int row = first_row[e] + __popc(own & ((1u << (i % 32)) - 1u));
+        for (int word = 0; word < i / 32; ++word) row += __popc(bits[word * experts + e]);
+        const int place = n + __popc(all & lanes_below());
+        out[place] = row;
+        out[experts + place] = e;
+      }
+      n += __popc(all);
+    }
+    for (int place = n + lane; place < experts; place += kWarp) out[place] = out[experts + place] = -1;
+    if (lane == 0) out[2 * experts] = n;
+  }
+}
+
+// ---- the map of ids, in one launch: each block counts all ids, those before its own pairs apart ----
+
+struct RowMap {
+  const int32_t* ids;
+  int32_t* row_of_pair;
+  int32_t* token_of_row;
+  int32_t* offsets;  // null: not wanted, as panels
+  int32_t* panels;
+  int32_t pairs, of_token, rows;
+  int32_t first_expert, experts;
+  int32_t span;  // pairs of a block
+
+  __device__ __forceinline__ int expert_of(int pair) const {
+    const int64_t expert = int64_t(ids[pair]) - first_expert;
+    return expert >= 0 && expert < experts ? int(expert) : -1;
+  }
+};
+
+// counts: kCounters in shared memory, 0. Afterwards first[0, experts] are the experts' first rows, and next[e] that of
+// the first own pair.
+template <int kThreads>
+__device__ void count_ids(const RowMap& map, int begin, int* counts, int* first, int* next) {
+  int copies = 8;
+  while (2 * copies * map.experts > kCounters) copies /= 2;
+  const int own = int(threadIdx.x) & (copies - 1);
+  __syncthreads();
+  for (int64_t from = threadIdx.x; from < map.pairs; from += kThreads * kIdsAhead) {
+    int expert[kIdsAhead];
+#pragma unroll
+    for (int i = 0; i < kIdsAhead; ++i) {
+      const int64_t pair = from + i * kThreads;
+      expert[i] = pair < map.pairs ? map.expert_of(int(pair)) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kIdsAhead; ++i) {
+      const int half = from + i * kThreads < begin ? 0 : copies;
+      if (expert[i] >= 0) atomicAdd(&counts[(half + own) * map.experts + expert[i]], 1);
+    }
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < map.experts; e += kThreads) {
+    int before = 0, all = 0;
+    for (int copy = 0; copy < copies; ++copy) before += counts[copy * map.experts + e];
+    for (int copy = copies; copy < 2 * copies; ++copy) all += counts[copy * map.experts + e];
+    next[e] = before;
+    first[e] = before + all;
+  }
+  const int total = exclusive_sums<kThreads>(first, map.experts);
+  for (int e = threadIdx.x; e < map.experts; e += kThreads) next[e] += first[e];
+  if (threadIdx.x == 0) first[map.experts] = total;
+  __syncthreads();
+}
+
+// The rows of pairs [begin, end): warp after warp, so that earlier pairs have lower rows.
+template <int kThreads>
+__device__ void place_ids(const RowMap& map, int begin, int end, int* next) {
+  for (int from = begin; from < end; from += kThreads) {
+    const int pair = from + int(threadIdx.x);
+    const int expert = pair < end ? map.expert_of(pair) : -1;
+    const unsigned same = __match_any_sync(kAllLanes, expert);
+    const int rank = __popc(same & lanes_below());
+    int row = map.rows;
+    for (int warp = 0; warp < kThreads / kWarp; ++warp) {
+      if (warp == int(threadIdx.x) / kWarp && expert >= 0) row = next[expert] + rank;
+      __syncwarp();
+      if (warp == int(threadIdx.x) / kWarp && expert >= 0 && rank == 0) next[expert] += __popc(same);
+      __syncthreads();
+    }
+    if (pair >= end) continue;
+    map.row_of_pair[pair] = row < map.rows ? row : -1;
+    if (row < map.rows) map.token_of_row[row] = pair / map.of_token;
+  }
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
+  static_assert(4 * kThreads >= TE_PERMUTE_MAX_EXPERTS);
+  __shared__ int counts[kCounters];
+  __shared__ int first[TE_PERMUTE_MAX_EXPERTS + 1];
+  __shared__ int next[TE_PERMUTE_MAX_EXPERTS];
+  __shared__ int panels;
+  for (int i = threadIdx.x; i < kCounters; i += kThreads) counts[i] = 0;
+  if (threadIdx.x == 0) panels = 0;
+  const int64_t begin = int64_t(blockIdx.x) * map.span, end = begin + map.span;
+  const int last = int(end < map.pairs ? end : map.pairs);
+  count_ids<kThreads>(map, int(begin < map.pairs ? begin : map.pairs), counts, first, next);
+  if (begin < map.pairs) place_ids<kThreads>(map, int(begin), last, next);
+  for (int64_t row = first[map.experts] + int64_t(blockIdx.x) * kThreads + threadIdx.x; row < map.rows;
+       row += int64_t(gridDim.x) * kThreads) {
+    map.token_of_row[row] = -1;
+  }
+  if (blockIdx.x != 0) return;
+  const auto cut = [&](int e) { return first[e] < map.rows ? first[e] : map.rows; };
+  for (int e = threadIdx.x; e < map.experts; e += kThreads) {
+    atomicAdd(&panels, (cut(e + 1) - cut(e) + 127) / 128);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e <= map.experts && map.offsets != nullptr; e += kThreads) map.offsets[e] = cut(e);
+  if (threadIdx.x == 0 && map.panels != nullptr) *map.panels = panels;
+}
+
+// ---- chunks ----
+
+struct Chunks {
+  const int64_t* sizes;
+  const int64_t* order;
+  int64_t* in;     // [n + 1]: first rows in the input
+  int64_t* out;    // [n + 1]: and in the output, by their place there
+  int64_t* place;  // [n]: of a chunk in the output; -1: none
+  int64_t n, rows;
+};
+
+// sums[i + 1] = the sum of f(0) to f(i), at most `most`, with one block.
+template <class F>
+__device__ void running_sums(int64_t n, int64_t most, int64_t* sums, F f) {
+  __shared__ int64_t tile[kMapThreads];
+  int64_t carried = 0;
+  if (threadIdx.x == 0) sums[0] = 0;
+  for (int64_t from = 0; from < n; from += kMapThreads) {
+    const int64_t i = from + threadIdx.x;
+    tile[threadIdx.x] = i < n ? f(i) : 0;
+    for (int step = 1; step < kMapThreads; step *= 2) {
+      __syncthreads();
+      const int64_t below = int(threadIdx.x) >= step ? tile[threadIdx.x - step] : 0;
+      __syncthreads();
+      tile[threadIdx.x] += below;
+    }
+    __syncthreads();
+    const int64_t sum = carried + tile[threadIdx.x];
+    if (i < n) sums[i + 1] = sum < most ? sum : most;
+    carried += tile[kMapThreads - 1];
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kMapThreads) chunk_starts_kernel(Chunks chunks) {
+  for (int64_t c = threadIdx.x; c < chunks.n; c += kMapThreads) chunks.place[c] = -1;
+  running_sums(chunks.n, chunks.rows, chunks.in, [&](int64_t c) {
+    const int64_t size = chunks.sizes[c];
+    return size < 0 ? 0 : size < chunks.rows ? size : chunks.rows;
+  });
+  __syncthreads();  // the sums, and the places
+  running_sums(chunks.n, chunks.rows, chunks.out, [&](int64_t i) -> int64_t {
+    const int64_t c = chunks.order[i];
+    if (c < 0 || c >= chunks.n) return 0;
+    chunks.place[c] = i;
+    return chunks.in[c + 1] - chunks.in[c];
+  });
+}
+
+// The last i with starts[i] <= row, which is a chunk with rows.
+__device__ __forceinline__ int64_t chunk_of(const int64_t* starts, int64_t n, int64_t row) {
+  int64_t low = 0, high = n - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    starts[middle] <= row ? low = middle : high = middle - 1;
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kMapThreads) chunk_rows_kernel(Chunks chunks, int32_t* source, int32_t* destination) {
+  const int64_t row = int64_t(blockIdx.x) * kMapThreads + threadIdx.x;
+  if (row >= chunks.rows) return;
+  const int64_t total = chunks.in[chunks.n];
+  int64_t from = row < total ? -1 : row, to = from;
+  if (row < total && row < chunks.out[chunks.n]) {
+    const int64_t i = chunk_of(chunks.out, chunks.n, row), c = chunks.order[i];
+    if (c >= 0 && c < chunks.n) from = chunks.in[c] + row - chunks.out[i];
+  }
+  if (row < total) {
+    const int64_t c = chunk_of(chunks.in, chunks.n, row), i = chunks.place[c];
+    const int64_t at = i < 0 ? -1 : chunks.out[i] + row - chunks.in[c];
+    if (at >= 0 && at < chunks.out[i + 1]) to = at;
+  }
+  source[row] = int32_t(from);
+  destination[row] = int32_t(to);
+}
+
+}  // namespace te::permute

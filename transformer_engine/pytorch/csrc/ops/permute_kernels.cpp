@@ -1,0 +1,348 @@
+// See permute.h.
+#include "ops/permute.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
+#include <transformer_engine/permute.h>
+
+namespace te_torch {
+
+namespace {
+
+constexpr const char* kPermute = "permute";
+constexpr const char* kUnpermute = "unpermute";
+
+// ---- checks, on sizes that may be symbolic ----
+
+void check_dim(const Tensor& t, const char* op, const char* argument, int64_t dim, const char* wanted) {
+  TORCH_CHECK_VALUE(t.dim() == dim, op, ": argument '", argument, "' has shape ", t.sym_sizes(), ", wanted ", wanted,
+                    ".");
+}
+
+void check_integers(const Tensor& t, const char* op, const char* argument, at::ScalarType dtype, const Tensor& like) {
+  TORCH_CHECK_VALUE(t.scalar_type() == dtype, op, ": argument '", argument, "' has dtype ", t.scalar_type(),
+                    ", wanted ", dtype, ".");
+  TORCH_CHECK_VALUE(t.device() == like.device(), op, ": argument '", argument, "' is on ", t.device(), ", wanted ",
+                    like.device(), " like the input; move it with .to(device).");
+}
+
+c10::SymInt columns_of(const Tensor& map, bool of_mask) {
+  return of_mask ? (map.sym_size(1) - 1) / 2 : map.sym_size(1);
+}
+
+// inp: on the map's device.
+void check_map(const char* op, const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+               const OptionalTensor& pad_offsets) {
+  check_dim(map, op, "map", 2, of_mask ? "[T, 2 E + 1]" : "[T, k]");
+  check_integers(map, op, "map", at::kInt, inp);
+  if (of_mask) {
+    TORCH_CHECK_VALUE(map.sym_size(1) >= 3 && map.sym_size(1) % 2 == 1, op, ": argument 'map' has shape ",
+                      map.sym_sizes(), ", wanted [T, 2 E + 1], as moe_permute returned it.");
+  }
+  if (probs.has_value()) {
+    TORCH_CHECK_VALUE(
+        probs->dim() == 2 && probs->sym_size(0) == map.sym_size(0) && probs->sym_size(1) == columns_of(map, of_mask),
+        op, ": argument 'probs' has shape ", probs->sym_sizes(), ", wanted [", map.sym_size(0), ", ",
+        columns_of(map, of_mask), "], as the map has it.");
+    TORCH_CHECK_VALUE(probs->device() == inp.device(), op, ": argument 'probs' is on ", probs->device(), ", wanted ",
+                      inp.device(), " like the input; move it with .to(device).");
+  }
+  if (!pad_offsets.has_value()) return;
+  TORCH_CHECK_VALUE(of_mask, op, ": argument 'pad_offsets' is present, wanted none with a map of ids.");
+  check_integers(*pad_offsets, op, "pad_offsets", at::kLong, inp);
+  TORCH_CHECK_VALUE(pad_offsets->dim() == 1 && pad_offsets->sym_size(0) == columns_of(map, of_mask), op,
+                    ": argument 'pad_offsets' has shape ", pad_offsets->sym_sizes(), ", wanted [",
+                    columns_of(map, of_mask), "].");
+}
+
+void check_permute(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                   const OptionalTensor& pad_offsets, const OptionalTensor& scales, const c10::SymInt& rows) {
+  check_dim(inp, kPermute, "inp", 2, "[T, H]");
+  if (inp.scalar_type() != at::kByte) check_float(inp, kPermute, "inp");
+  check_map(kPermute, inp, map, of_mask, probs, pad_offsets);
+  TORCH_CHECK_VALUE(map.sym_size(0) == inp.sym_size(0), kPermute, ": argument 'map' has shape ", map.sym_sizes(),
+                    ", wanted the map of ", inp.sym_size(0), " tokens.");
+  TORCH_CHECK_VALUE(rows >= 0, kPermute, ": argument 'rows' is ", rows, ", wanted at least 0.");
+  if (!probs.has_value()) return;
+  TORCH_CHECK_VALUE(of_mask, kPermute, ": argument 'probs' is present, wanted none with a map of ids.");
+  TORCH_CHECK_VALUE(probs->is_floating_point(), kPermute, ": argument 'probs' has dtype ", probs->scalar_type(),
+                    ", wanted a float dtype.");
+}
+
+void check_unpermute(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                     const OptionalTensor& pad_offsets, const OptionalTensor& row_probs) {
+  check_dim(inp, kUnpermute, "inp", 2, "[rows, H]");
+  check_float(inp, kUnpermute, "inp");
+  check_map(kUnpermute, inp, map, of_mask, probs, pad_offsets);
+  if (probs.has_value()) check_float(*probs, kUnpermute, "probs");
+  if (!row_probs.has_value()) return;
+  TORCH_CHECK_VALUE(row_probs->dim() == 1 && row_probs->sym_size(0) == inp.sym_size(0), kUnpermute,
+                    ": argument 'row_probs' has shape ", row_probs->sym_sizes(), ", wanted [", inp.sym_size(0), "].");
+}
+
+void check_gather(const Tensor& inp, const Tensor& source) {
+  constexpr const char* kOp = "permute_gather";
+  TORCH_CHECK_VALUE(inp.dim() == 1 || inp.dim() == 2, kOp, ": argument 'inp' has shape ", inp.sym_sizes(),
+                    ", wanted [rows, H] or [rows].");
+  check_dim(source, kOp, "source", 1, "[rows]");
+  check_integers(source, kOp, "source", at::kInt, inp);
+}
+
+void check_mask(const Tensor& mask) {
+  constexpr const char* kOp = "permute_mask_map";
+  check_dim(mask, kOp, "routing_map", 2, "[T, E]");
+  const auto dtype = mask.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kBool || dtype == at::kByte || dtype == at::kInt, kOp,
+                    ": argument 'routing_map' has dtype ", dtype, ", wanted bool, uint8 or int32.");
+}
+
+// ---- tensors for the C API ----
+
+// float64 as its bits, bool as bytes: elements that are only copied.
+Tensor bits_of(const Tensor& t) {
+  if (t.scalar_type() == at::kDouble) return t.view(at::kLong);
+  return t.scalar_type() == at::kBool ? t.view(at::kByte) : t;
+}
+
+OptionalTensor dense(const OptionalTensor& t) {
+  return t.has_value() && t->defined() ? OptionalTensor(bits_of(rows_of(*t))) : std::nullopt;
+}
+
+// Holds copies until the launch.
+class EngineMap {
+ public:
+  EngineMap(const Tensor& map, bool of_mask, const OptionalTensor& pad_offsets)
+      : rows_(map.contiguous()), of_mask_(of_mask), pad_offsets_(dense(pad_offsets)) {}
+
+  te_permute_map view(const char* op) const {
+    return {view_2d(rows_, op, "map"), view_2d(pad_offsets_, op, "pad_offsets"), int32_t(of_mask_)};
+  }
+
+ private:
+  Tensor rows_;
+  bool of_mask_;
+  OptionalTensor pad_offsets_;
+};
+
+Tensor workspace(int64_t rows, const Tensor& like) { return at::empty({rows}, like.options().dtype(at::kByte)); }
+
+template <class Int>
+Int padded_to_four(const Int& n) {
+  return (n + 3) / 4 * 4;
+}
+
+}  // namespace
+
+Tensor permute_mask_map(const Tensor& routing_map) {
+  check_mask(routing_map);
+  const Tensor mask = bits_of(rows_of(routing_map));
+  const auto ints = mask.options().dtype(at::kInt);
+  const int64_t tokens = mask.size(0), experts = mask.size(1);
+  const Tensor map = at::empty({tokens, 2 * experts + 1}, ints);
+  const Tensor counts = at::empty({(tokens + TE_PERMUTE_CHUNK - 1) / TE_PERMUTE_CHUNK, experts}, ints);
+  constexpr const char* kOp = "permute_mask_map";
+  check(te_permute_mask_map(view_2d(mask, kOp, "routing_map"), view_2d(map, kOp, "map"), view_2d(counts, kOp, "counts"),
+                            current_stream(mask)));
+  return map;
+}
+
+Tensor permute_mask_map_meta(const Tensor& routing_map) {
+  check_mask(routing_map);
+  return routing_map.new_empty_symint({routing_map.sym_size(0), 2 * routing_map.sym_size(1) + 1},
+                                      routing_map.options().dtype(at::kInt));
+}
+
+namespace {
+void check_ids(const Tensor& ids) {
+  check_dim(ids, "permute_row_map", "ids", 2, "[T, k]");
+  check_integers(ids, "permute_row_map", "ids", at::kInt, ids);
+}
+}  // namespace
+
+Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt row_count, bool strict) {
+  check_ids(ids);
+  constexpr const char* kOp = "permute_row_map";
+  TORCH_CHECK_VALUE(first >= 0 && last > first && last <= first + TE_PERMUTE_MAX_EXPERTS && last <= INT32_MAX, kOp,
+                    ": argument 'last_expert' is ", last, " for experts from ", first, " on, wanted 1 to ",
+                    TE_PERMUTE_MAX_EXPERTS, " experts, from 0 on.");
+  const int64_t rows = row_count.expect_int();
+  const Tensor dense_ids = ids.contiguous();
+  const auto ints = ids.options();
+  const Tensor token_of_row = at::empty({rows}, ints), row_of_pair = at::empty(ids.sizes(), ints);
+  const Tensor offsets = at::empty({last - first + 1}, ints), panels = at::empty({1}, ints);
+  te_permute_row_map_plan plan{};
+  plan.ids = view_2d(dense_ids, kOp, "ids");
+  plan.row_of_pair = view_2d(row_of_pair, kOp, "row_of_pair");
+  plan.token_of_row = view_2d(token_of_row, kOp, "token_of_row");
+  plan.offsets = view_2d(offsets, kOp, "offsets");
+  plan.panels = view_2d(panels, kOp, "panels");
+  plan.rows = rows;
+  plan.first_expert = int32_t(first);
+  plan.last_expert = int32_t(last);
+  plan.strict = strict;
+  check(te_permute_row_map(&plan, current_stream(ids)));
+  return {token_of_row, row_of_pair, offsets, panels};
+}
+
+Maps permute_row_map_meta(const Tensor& ids, int64_t first, int64_t last, c10::SymInt rows, bool) {
+  check_ids(ids);
+  return {ids.new_empty_symint({rows}), ids.new_empty_symint(ids.sym_sizes()), ids.new_empty({last - first + 1}),
+          ids.new_empty({1})};
+}
+
+namespace {
+void check_chunks(const Tensor& sizes, const Tensor& order) {
+  constexpr const char* kOp = "permute_chunk_map";
+  check_dim(sizes, kOp, "split_sizes", 1, "[chunks]");
+  check_integers(sizes, kOp, "split_sizes", at::kLong, sizes);
+  check_integers(order, kOp, "sorted_index", at::kLong, sizes);
+  TORCH_CHECK_VALUE(order.dim() == 1 && order.sym_size(0) == sizes.sym_size(0), kOp,
+                    ": argument 'sorted_index' has shape ", order.sym_sizes(), ", wanted [", sizes.sym_size(0),
+                    "], like split_sizes.");
+}
+}  // namespace
+
+std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt row_count) {
+  check_chunks(sizes, order);
+  constexpr const char* kOp = "permute_chunk_map";
+  const int64_t rows = row_count.expect_int();
+  const Tensor dense_sizes = sizes.contiguous(), dense_order = order.contiguous();
+  const auto ints = sizes.options().dtype(at::kInt);
+  const Tensor source = at::empty({rows}, ints), destination = at::empty({rows}, ints);
+  const Tensor starts = at::empty({3, sizes.size(0) + 1}, sizes.options());
+  check(te_permute_chunk_map(view_2d(dense_sizes, kOp, "split_sizes"), view_2d(dense_order, kOp, "sorted_index"),
+                             view_2d(source, kOp, "source"), view_2d(destination, kOp, "destination"),
+                             view_2d(starts, kOp, "starts"), current_stream(sizes)));
+  return {source, destination};
+}
+
+std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows) {
+  check_chunks(sizes, order);
+  const auto ints = sizes.options().dtype(at::kInt);
+  return {sizes.new_empty_symint({rows}, ints), sizes.new_empty_symint({rows}, ints)};
+}
+
+Permuted permute_fwd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                     const OptionalTensor& pad_offsets, const OptionalTensor& scales, c10::SymInt row_count) {
+  check_permute(inp, map, of_mask, probs, pad_offsets, scales, row_count);
+  const int64_t rows = row_count.expect_int();
+  const Tensor tokens = rows_of(inp), covered = workspace(rows, inp);
+  const EngineMap engine_map(map, of_mask, pad_offsets);
+  const OptionalTensor dense_probs = dense(probs), dense_scales = dense(scales);
+  const Tensor out = at::empty({rows, inp.size(1)}, inp.options());
+  const Tensor row_probs =
+      at::empty({probs.has_value() ? rows : 0}, probs.has_value() ? probs->options() : inp.options().dtype(at::kFloat));
+  const auto floats = inp.options().dtype(at::kFloat);
+  const Tensor row_scales =
+      scales.has_value() ? at::empty({scales->size(0), padded_to_four(rows)}, floats) : at::empty({0}, floats);
+  te_permute_forward_plan plan{};
+  plan.map = engine_map.view(kPermute);
+  plan.inp = view_2d(tokens, kPermute, "inp");
+  plan.out = view_2d(out, kPermute, "out");
+  plan.probs = view_2d(dense_probs, kPermute, "probs");
+  if (probs.has_value()) plan.out_probs = view_2d(bits_of(row_probs), kPermute, "row_probs");
+  plan.scales = view_2d(dense_scales, kPermute, "scales");
+  if (scales.has_value()) plan.out_scales = view_2d(row_scales, kPermute, "row_scales");
+  plan.covered = view_2d(covered, kPermute, "covered");
+  check(te_permute_forward(&plan, current_stream(inp)));
+  return {out, row_probs, row_scales};
+}
+
+Permuted permute_fwd_meta(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                          const OptionalTensor& pad_offsets, const OptionalTensor& scales, c10::SymInt rows) {
+  check_permute(inp, map, of_mask, probs, pad_offsets, scales, rows);
+  const auto floats = inp.options().dtype(at::kFloat);
+  return {inp.new_empty_symint({rows, inp.sym_size(1)}),
+          probs.has_value() ? probs->new_empty_symint({rows}) : inp.new_empty({0}, floats),
+          scales.has_value() ? inp.new_empty_symint({scales->sym_size(0), padded_to_four(rows)}, floats)
+                             : inp.new_empty({0}, floats)};
+}
+
+Tensor permute_probs_bwd(const Tensor& grad, const Tensor& map, const OptionalTensor& pad_offsets) {
+  check_dim(grad, kPermute, "grad", 1, "[rows]");
+  check_map(kPermute, grad, map, true, std::nullopt, pad_offsets);
+  const EngineMap engine_map(map, true, pad_offsets);
+  const Tensor rows = bits_of(grad.contiguous()), out = at::empty({map.size(0), (map.size(1) - 1) / 2}, grad.options());
+  const te_permute_map view = engine_map.view(kPermute);
+  check(te_permute_probs_backward(&view, view_2d(rows, kPermute, "grad"), view_2d(bits_of(out), kPermute, "dprobs"),
+                                  current_stream(grad)));
+  return out;
+}
+
+Tensor permute_probs_bwd_meta(const Tensor& grad, const Tensor& map, const OptionalTensor& pad_offsets) {
+  check_map(kPermute, grad, map, true, std::nullopt, pad_offsets);
+  return grad.new_empty_symint({map.sym_size(0), columns_of(map, true)});
+}
+
+Tensor unpermute_fwd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                     const OptionalTensor& pad_offsets, const OptionalTensor& row_probs) {
+  check_unpermute(inp, map, of_mask, probs, pad_offsets, row_probs);
+  const Tensor rows = rows_of(inp);
+  const EngineMap engine_map(map, of_mask, pad_offsets);
+  const OptionalTensor dense_probs = dense(probs), dense_row_probs = dense(row_probs);
+  const Tensor out = at::empty({map.size(0), inp.size(1)}, inp.options());
+  te_permute_unpermute_plan plan{};
+  plan.map = engine_map.view(kUnpermute);
+  plan.inp = view_2d(rows, kUnpermute, "inp");
+  plan.probs = view_2d(dense_probs, kUnpermute, "probs");
+  plan.row_probs = view_2d(dense_row_probs, kUnpermute, "row_probs");
+  plan.out = view_2d(out, kUnpermute, "out");
+  check(te_permute_unpermute(&plan, current_stream(inp)));
+  return out;
+}
+
+Tensor unpermute_fwd_meta(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
+                          const OptionalTensor& pad_offsets, const OptionalTensor& row_probs) {
+  check_unpermute(inp, map, of_mask, probs, pad_offsets, row_probs);
+  return inp.new_empty_symint({map.sym_size(0), inp.sym_size(1)});
+}
+
+std::tuple<Tensor, Tensor> unpermute_bwd(const Tensor& grad, const Tensor& map, bool of_mask, const OptionalTensor& inp,
+                                         const Tensor& probs, const OptionalTensor& pad_offsets, c10::SymInt row_count,
+                                         bool to_rows) {
+  check_unpermute(grad, map, of_mask, probs, pad_offsets, std::nullopt);
+  const int64_t rows = row_count.expect_int();
+  const Tensor tokens = rows_of(grad), dense_probs = rows_of(probs), covered = workspace(to_rows ? rows : 0, grad);
+  const OptionalTensor dense_inp = dense(inp);
+  const EngineMap engine_map(map, of_mask, pad_offsets);
+  const Tensor dinp = to_rows ? at::empty({rows, grad.size(1)}, grad.options()) : at::empty({0}, grad.options());
+  const Tensor dprobs = inp.has_value() ? at::empty(probs.sizes(), probs.options()) : at::empty({0}, probs.options());
+  te_permute_unpermute_backward_plan plan{};
+  plan.map = engine_map.view(kUnpermute);
+  plan.grad = view_2d(tokens, kUnpermute, "grad");
+  plan.inp = view_2d(dense_inp, kUnpermute, "inp");
+  plan.probs = view_2d(dense_probs, kUnpermute, "probs");
+  if (to_rows) plan.dinp = view_2d(dinp, kUnpermute, "dinp");
+  if (inp.has_value()) plan.dprobs = view_2d(dprobs, kUnpermute, "dprobs");
+  plan.covered = view_2d(covered, kUnpermute, "covered");
+  check(te_permute_unpermute_backward(&plan, current_stream(grad)));
+  return {dinp, dprobs};
+}
+
+std::tuple<Tensor, Tensor> unpermute_bwd_meta(const Tensor& grad, const Tensor& map, bool of_mask,
+                                              const OptionalTensor& inp, const Tensor& probs,
+                                              const OptionalTensor& pad_offsets, c10::SymInt rows, bool to_rows) {
+  check_unpermute(grad, map, of_mask, probs, pad_offsets, std::nullopt);
+  return {to_rows ? grad.new_empty_symint({rows, grad.sym_size(1)}) : grad.new_empty({0}),
+          inp.has_value() ? probs.new_empty_symint(probs.sym_sizes()) : probs.new_empty({0})};
+}
+
+Tensor permute_gather_fwd(const Tensor& inp, const Tensor& source) {
+  check_gather(inp, source);
+  constexpr const char* kOp = "permute_gather";
+  const bool vector = inp.dim() == 1;
+  const Tensor rows = bits_of(rows_of(vector ? inp.unsqueeze(1) : inp)), from = source.contiguous();
+  const Tensor out =
+      vector ? at::empty({source.size(0)}, inp.options()) : at::empty({source.size(0), inp.size(1)}, inp.options());
+  check(te_permute_gather(view_2d(rows, kOp, "inp"), view_2d(from, kOp, "source"),
+                          view_2d(bits_of(vector ? out.unsqueeze(1) : out), kOp, "out"), current_stream(inp)));
+  return out;
+}
+
+Tensor permute_gather_fwd_meta(const Tensor& inp, const Tensor& source) {
+  check_gather(inp, source);
+  return inp.dim() == 1 ? inp.new_empty_symint({source.sym_size(0)})
+                        : inp.new_empty_symint({source.sym_size(0), inp.sym_size(1)});
+}
+
+}  // namespace te_torch
