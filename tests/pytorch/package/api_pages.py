@@ -23,6 +23,8 @@ MODULES = (
 FUNCTIONS = (
     *("autocast", "quantized_model_init", "checkpoint", "make_graphed_callables", "get_cpu_offload_context"),
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
+    *("moe_permute", "moe_permute_with_probs", "moe_permute_and_pad_with_probs", "moe_unpermute"),
+    *("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
     *("distributed.comm_usage", "distributed.CommTimeout"),
     *(
         f"router.fused_{name}"

@@ -259,3 +259,39 @@ def _some_rows(t: QuantizedTensorStorage, first: int, last: int) -> QuantizedTen
     rows = _view_of(t, t._rows(first, last), (last - first, *t.shape[1:]))
     rows._are_rows_of(t, first)
     return rows
+
+
+# ---- rows in another order (functional/permute.py) ----
+
+
+@_rule(torch.ops.te.permute_fwd.default)
+def _permute(t: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of the same format, with the same bytes."""
+    *of_map, _, rows = args
+    data, scales = _rowwise(t)
+    moved, probs, moved_scales = torch.ops.te.permute_fwd(t._tensors()[data], *of_map, t._tensors().get(scales), rows)
+    parts = {data: moved} if scales is None else {data: moved, scales: moved_scales}
+    return t._like(_with_one_scale(t, parts), moved.shape), probs, moved_scales.new_empty(0)
+
+
+@_rule(torch.ops.te.permute_gather_fwd.default)
+def _permute_gather(t: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    data, scales = _rowwise(t)
+    if scales is not None:
+        raise _Otherwise
+    moved = torch.ops.te.permute_gather_fwd(t._tensors()[data], source)
+    return t._like(_with_one_scale(t, {data: moved}), moved.shape)
+
+
+def _rowwise(t: torch.Tensor) -> tuple[str, str | None]:
+    """The names of the rowwise data and of the scales that move with their rows."""
+    names = t._row_parts() if _is_quantized(t) else None
+    if names is None:
+        raise _Otherwise
+    return names
+
+
+def _with_one_scale(t: QuantizedTensorStorage, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Besides `parts`, a copy of the scale that all elements share: writes to t would change t's own."""
+    scales_of_all = {name: t._tensors()[name].clone() for name in t._names("scale") if name in t._tensors()}
+    return parts | scales_of_all

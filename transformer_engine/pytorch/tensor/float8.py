@@ -121,6 +121,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _derivable(self) -> bool:
         return True
 
+    def _row_parts(self) -> tuple[str, str | None] | None:
+        return None if self._data is None else ("_data", None)
+
     def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         shape = tuple(self.size())
         if kind == COLUMNWISE:

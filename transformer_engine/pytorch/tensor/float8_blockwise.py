@@ -126,6 +126,11 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def _derivable(self) -> bool:
         return self._is_2D_scaled
 
+    def _row_parts(self) -> tuple[str, str | None] | None:
+        if self._is_2D_scaled or self._rowwise_data is None:
+            return None
+        return "_rowwise_data", "_rowwise_scale_inv"
+
     def _derive(self, kind: str, old: Mapping[str, torch.Tensor] = NOTHING) -> None:
         if not self._is_2D_scaled:
             raise NotImplementedError(

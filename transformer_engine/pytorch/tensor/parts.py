@@ -56,6 +56,10 @@ class Parts:
         """Whether one direction can be derived from the other."""
         return False
 
+    def _row_parts(self) -> tuple[str, str | None] | None:
+        """If rows can be moved without new scales: the name of the rowwise data, and of the scales of single rows."""
+        return None
+
     @classmethod
     def _checked_details(cls, details: Mapping[str, object]) -> dict[str, object]:
         """The fields of _details except the quantizer, from a file: raises ValueError for invalid values."""
