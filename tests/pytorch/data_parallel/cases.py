@@ -2,8 +2,11 @@
 # whole batch.
 import contextlib
 import copy
+import datetime
+import traceback
 
 import torch
+import torch.distributed as dist
 from ranks import here
 
 import transformer_engine.pytorch as te
@@ -121,3 +124,31 @@ def own_part(ddp, param):
     first, last = bucket.layout.shard(bucket.buffer.comm.rank, bucket.buffer.comm.size)
     first, last = max(first, start), min(last, end)
     return first - start, max(first, last) - start, bucket.buffer.grad_data[first : max(first, last)]
+
+
+def raised(kind, call):
+    """The text of what call() raises."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"nothing was raised, wanted {kind.__name__}")
+
+
+def each(rank, ranks, cases):
+    """{case: its traceback, or ''}. cases: name -> (worker, further arguments). Ends where another rank waits for one
+    that raised."""
+    found, store = {}, dist.distributed_c10d._get_default_store()
+    for name, (call, case) in cases.items():
+        try:
+            call(rank, ranks, *case)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        store.set(f"{name} of {rank}", "ended")
+        if found[name]:
+            try:
+                store.wait([f"{name} of {other}" for other in range(ranks)], datetime.timedelta(seconds=10))
+            except RuntimeError:
+                raise AssertionError(f"{name}: {found[name]}") from None
+    return found

@@ -1,7 +1,6 @@
 # Workers of test_optimizer.py: steps of shards beside steps of whole parameters in one process.
 import copy
 import itertools
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimizer
 
-from .cases import backward, batch, build, own_part, reference
-from .wrapper_workers import WIDE, raised
+from .cases import backward, batch, build, each, own_part, raised, reference
+from .wrapper_workers import WIDE
 
 STEPS = 4
 
@@ -336,11 +335,4 @@ def everything(rank, ranks):
     """{case: its traceback, or ''}."""
     cases = {name: (steps, case) for name, case in grid().items()}
     cases |= {name: (case, ()) for name, case in OTHERS.items()}
-    found = {}
-    for name, (call, case) in cases.items():
-        try:
-            call(rank, ranks, *case)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    return each(rank, ranks, cases)

@@ -290,3 +290,41 @@ def test_counts_of_a_parameter_that_is_ready_more_than_once(monkeypatch):
     backward(ddp, [2])
     with refused(RuntimeError, "'2.weight'", "no_sync()"):
         backward(ddp, [2])
+
+
+def test_gathers_start_before_reductions(monkeypatch):
+    """Where a rank skips a part of the forward, and others do not, all of them have one order."""
+    comm = FakeCommunicator()
+    ddp = wrapped(monkeypatch, comm, ladder(), **GATHERS)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        comm.log.clear()
+        if step:
+            ddp.module[0](torch.ones(1, 16))
+        backward(ddp)
+        ddp.finish_grad_sync()
+        if not step:
+            ddp.reset_param_sync_dispatch_state()
+    kinds = [kind for what, kind, _ in comm.log if what == "start"]
+    assert kinds == ["gather"] * 3 + ["reduce"] * 3
+
+
+def test_a_step_that_an_exception_ended(monkeypatch):
+    """What is in flight is waited for, what is not starts on this rank too, and nothing of it stays."""
+    comm = FakeCommunicator()
+    ddp = wrapped(monkeypatch, comm, ladder(), **SHARDED)
+    for step in range(4):
+        ddp.zero_grad_buffer()
+        if step == 1:
+            comm.log.clear()
+            backward(ddp, [0, 1])
+            assert len(comm.started("reduce")) == 2 == len(comm.in_flight())
+        if step == 2:
+            assert ("leave", "step", 1) in comm.log and len(comm.started("reduce")) == 3 and not comm.in_flight()
+        if step == 1:
+            continue
+        backward(ddp)
+        ddp.finish_grad_sync()
+        for group in ddp.bucket_groups:
+            (bucket,) = group.buckets
+            assert bucket.own_shard(bucket.grad_data)[: 8 * 16].unique().tolist() == [1.0]

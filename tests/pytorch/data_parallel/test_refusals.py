@@ -178,10 +178,63 @@ def test_layout_prints(monkeypatch):
     assert "256 .. 512  0.weight" in str(rows)
 
 
-def test_torch_compile_of_the_wrapper():
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_torch_compile_of_the_wrapper(fullgraph):
     ddp = DistributedDataParallel(Config(), ladder(1, 4))
     with pytest.raises(Exception, match=r"torch\.compile was called on the wrapper"):
-        torch.compile(ddp, backend="eager", fullgraph=True)(torch.ones(1, 4))
+        torch.compile(ddp, backend="eager", fullgraph=fullgraph)(torch.ones(1, 4))
+    with refused(RuntimeError, "torch.compile was called on the wrapper", "layer.compile()"):
+        ddp.compile()
+
+
+def test_gradients_that_are_being_reduced_are_not_scaled(monkeypatch):
+    """None of them, where a part of them is."""
+    options = {"overlap_grad_reduce": True, "bucket_size": 1}
+    ddp = wrapped(monkeypatch, FakeCommunicator(size=1), ladder(3), **options)
+    ddp.zero_grad_buffer()
+    for p in ddp.module.parameters():
+        p.main_grad.fill_(1.0)
+    ddp.bucket_groups[1].start_grad_sync()
+    for call in (ddp.scale_gradients, ddp.buffers[0].scale_gradients):
+        with refused(RuntimeError, "scale_gradients()", "being reduced", "finish_grad_sync()"):
+            call(0.5)
+    assert all((p.main_grad == 1.0).all() for p in ddp.module.parameters())
+    ddp.finish_grad_sync()
+    ddp.scale_gradients(0.5)
+    assert all((p.main_grad == 0.5).all() for p in ddp.module.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_whose_memory_is_away(fused):
+    layer = te.Linear(32, 32, bias=False, device="cpu", fuse_wgrad_accumulation=fused)
+    ddp = DistributedDataParallel(Config(overlap_grad_reduce=True), torch.nn.Sequential(layer))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(16, 32)).sum().backward()
+        ddp.finish_grad_sync()
+        ddp.offload_grad_buffers()
+        with refused(RuntimeError, "scale_gradients()", "memory is away", "restore_grad_buffers()"):
+            ddp.scale_gradients(0.5)
+        ddp.zero_grad_buffer()
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            ddp(torch.ones(16, 32)).sum().backward()
+        assert ("'0.weight'" in str(caught.value) and "restore_grad_buffers()" in str(caught.value)) or fused
+        with refused(RuntimeError, "start_grad_sync()", "restore_grad_buffers()"):
+            ddp.start_grad_sync()
+        ddp.restore_grad_buffers()
+        ddp.zero_grad_buffer()
+
+
+def test_a_refused_gradient_is_not_added_later():
+    ddp = DistributedDataParallel(Config(), ladder(1, 4))
+    for refuse in (True, False):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(1, 4)).sum().backward()
+        ddp.finish_grad_sync()
+        assert (ddp.module[0].weight.main_grad == 1.0).all()
+        if refuse:
+            with refused(RuntimeError, "after the gradients were reduced"):
+                ddp(torch.ones(1, 4)).sum().backward()
 
 
 # ---- the optimizer ----

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -110,3 +111,70 @@ def test_rows_of_one_product_keep_their_order():
     assert units and all(unit.in_order() for unit in units)
     groups = [ddp.param_to_bucket_group[p] for p in experts.parameters()]
     assert len({id(group) for group in groups}) == len(groups)
+
+
+def wrapped_twice(module, delete, **options):
+    """The second of two wrappers of one module."""
+    config = DistributedDataParallelConfig(**OVERLAPPED, **options)
+    first = DistributedDataParallel(config, module)
+    first.zero_grad_buffer()
+    held = None if delete else first
+    del first
+    return DistributedDataParallel(config, module), held
+
+
+@pytest.mark.parametrize("delete", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_second_wrapper_counts_alone(delete, sharded):
+    """Also where weight gradients come by backward_dw()."""
+    layer = te.Linear(32, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    module = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), layer)
+    ddp, held = wrapped_twice(module, delete, use_distributed_optimizer=sharded)
+    hooks = (layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks)
+    assert [len(each) for each in hooks] == [1, 1]
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(16, 32)).sum().backward()
+        layer.backward_dw()
+        assert states(ddp) == ({"IN_FLIGHT"} if step else {"ACCUMULATING"})
+        ddp.finish_grad_sync()
+        assert (module[0].weight.main_grad != 0).any() and (layer.weight.main_grad != 0).any()
+    assert all(count == 1 for group in ddp.bucket_groups for count in group.expected.values())
+    if held is not None:
+        with refused(RuntimeError, ".weight'", "another main_grad"):
+            held.zero_grad_buffer()
+
+
+def test_a_module_without_its_wrapper_has_gradients_as_any_other():
+    module = ladder(2)
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**OVERLAPPED), module)
+    ddp.zero_grad_buffer()
+    del ddp
+    module(torch.ones(1, 16)).sum().backward()
+    assert all((p.grad != 0).any() for p in module.parameters())
+
+
+@pytest.mark.parametrize("as_function", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_was_captured_before_is_refused(as_function, sharded):
+    module = te.Linear(32, 32, device="cpu")
+    x = torch.ones(16, 32, requires_grad=True)
+    callable_ = Calls(module) if as_function else module
+    graphed = te.make_graphed_callables(callable_, (x,))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    with refused(ValueError, "'module'", "was captured with", "reset()"):
+        DistributedDataParallel(config, module)
+    assert not hasattr(module.weight, "main_grad")
+    graphed.reset()
+    DistributedDataParallel(config, module)
+
+
+class Calls(torch.nn.Module):
+    """A module that is captured in place of the one that is wrapped; it has the same parameters."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.weight, self.bias = module.weight, module.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)

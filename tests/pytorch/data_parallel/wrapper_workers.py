@@ -1,7 +1,6 @@
 # Workers of test_wrapper.py: each case by itself, so that one that fails does not end the others.
 import contextlib
 import itertools
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from transformer_engine.pytorch.data_parallel import (
     ensure_params_ready,
 )
 
-from .cases import MODELS, RECIPES, backward, batch, build, own_part, reference
+from .cases import MODELS, RECIPES, backward, batch, build, each, own_part, raised, reference
 
 MODES = {
     "sum": {},
@@ -198,14 +197,6 @@ def experts(rank, ranks):
             assert (got == wanted).all() and (sharded or got.numel() == 64)
 
 
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"nothing was raised, wanted {kind.__name__}")
-
-
 OTHERS = {
     "gathers": lambda rank, ranks: gathers(rank, ranks, overlap=True, debug=False),
     "gathers, debug": lambda rank, ranks: gathers(rank, ranks, overlap=True, debug=True),
@@ -224,11 +215,4 @@ def everything(rank, ranks):
     cases |= {name: (case, ()) for name, case in OTHERS.items()}
     if ranks == 4:
         cases["experts"] = experts, ()
-    found = {}
-    for name, (call, case) in cases.items():
-        try:
-            call(rank, ranks, *case)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    return each(rank, ranks, cases)

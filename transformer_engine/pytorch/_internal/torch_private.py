@@ -43,11 +43,28 @@ def user_error() -> tuple[type, object]:  # 2.9 - 2.15
     return UserError, UserErrorType.INVALID_INPUT
 
 
+def break_graph(reason: str) -> None:  # 2.9 - 2.15
+    """Ends a graph of Dynamo, whose code goes on in eager; with fullgraph=True an error with that reason."""
+    import torch._dynamo
+
+    torch._dynamo.graph_break(msg=reason)
+
+
 def symmetric_memory():  # 2.9 - 2.15
     """torch's module of symmetric memory, which a build without CUDA may lack."""
     import torch.distributed._symmetric_memory as module
 
     return module
+
+
+def group_store(group: object) -> object:  # 2.9 - 2.15
+    """The key-value store of a process group's ranks."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: object, device: torch.device) -> object:  # 2.9 - 2.15
+    """How long the collectives of a process group wait for other ranks: a timedelta."""
+    return group._get_backend(device).options._timeout
 
 
 def cuda_sleep(cycles: int) -> None:  # 2.9 - 2.15

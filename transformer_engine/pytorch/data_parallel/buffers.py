@@ -27,6 +27,7 @@ class Bucket:
         self.gradient_scaling_factor = buffer.gradient_scaling_factor
         self.grad_data = buffer.grad_data[layout.start : layout.end]
         self.param_data = None if buffer.param_data is None else buffer.param_data[layout.start : layout.end]
+        self.is_reducing = False
 
     def own_shard(self, data: torch.Tensor) -> torch.Tensor:
         """This rank's slice of grad_data or param_data."""
@@ -103,12 +104,28 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """factor: a number, or a tensor of one element on the device."""
+        """factor: a number, or a tensor of one element on the device. RuntimeError where a part is being reduced."""
+        self.check_rests("scale_gradients()")
+        self.check_has_memory("scale_gradients()")
         self.grad_data.mul_(factor)
 
     def reset(self) -> None:
-        """All gradients become 0."""
+        """All gradients become 0. RuntimeError where a part of them is being reduced."""
+        self.check_rests("reset()")
+        self.check_has_memory("reset()")
         self.grad_data.zero_()
+
+    def check_rests(self, call: str) -> None:
+        if any(bucket.is_reducing for bucket in self.buckets):
+            raise RuntimeError(
+                f"{OP}: {call} was called while gradients are being reduced, wanted finish_grad_sync() before it."
+            )
+
+    def check_has_memory(self, call: str) -> None:
+        if self.is_offloaded:
+            raise RuntimeError(
+                f"{OP}: {call} was called while the gradients' memory is away, wanted restore_grad_buffers() before it."
+            )
 
     @property
     def is_offloaded(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from transformer_engine.pytorch._internal.torch_private import make_nccl_premul_sum
+from transformer_engine.pytorch._internal.torch_private import group_store, group_timeout, make_nccl_premul_sum
 from transformer_engine.pytorch.distributed.groups import ranks_of
 
 OP = "DistributedDataParallel"
@@ -41,6 +41,11 @@ class Communicator:
         self.size = ranks_of(OP, argument, group)
         self.group: Any = group
         self.rank = dist.get_rank(group) if self.size > 1 else 0
+        self._store: Any = None
+        if self.size > 1:  # sentences of ranks that leave a step travel beside the collectives
+            store = group_store(dist.group.WORLD if group is None else group)
+            made = store.add(f"te_data_parallel/{argument}/{self.rank}", 1)  # the same on all ranks
+            self._store = dist.PrefixStore(f"te_data_parallel/{argument}/{made}", store)
 
     def scales(self, device: torch.device) -> bool:
         """Whether a sum may be multiplied inside of the collective."""
@@ -76,6 +81,38 @@ class Communicator:
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, said, group=self.group)
         return told
+
+    # Of a step that some rank does not finish; step: a number that the ranks count alike.
+
+    def tell(self, step: int, said: str) -> None:
+        """Leaves a sentence for ranks that wait for this one in vain."""
+        if self._store is not None:
+            self._store.set(f"{step}/said/{self.rank}", said)
+
+    def told(self, step: int) -> str:
+        """The sentences that other ranks left for that step."""
+        if self._store is None:
+            return ""
+        keys = {rank: f"{step}/said/{rank}" for rank in range(self.size) if rank != self.rank}
+        found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return "; ".join(f"rank {rank} of the process group: {said}" for rank, said in found.items())
+
+    def leave(self, step: int, said: str, device: torch.device) -> None:
+        """Waits until every rank leaves that step. RuntimeError after the group's timeout."""
+        if self._store is None:
+            return
+        self.tell(step, said)
+        self._store.set(f"{step}/left/{self.rank}", "")
+        keys = [f"{step}/left/{rank}" for rank in range(self.size)]
+        group = dist.group.WORLD if self.group is None else self.group
+        try:
+            self._store.wait(keys, group_timeout(group, device))
+        except RuntimeError as error:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeError(
+                f"{OP}: {said}, and ranks {late} of the process group did not do so within its timeout; wanted a step "
+                "that every rank leaves, or every rank finishes."
+            ) from error
 
     def _started(self, start: Callable[[], Work]) -> Work:
         return Done() if self.size == 1 else start()

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.data_parallel.communicator import OP, Communicat
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.layout import BufferLayout, ParamSpec, buffer_layouts
 from transformer_engine.pytorch.distributed.dtensor import is_sharded
+from transformer_engine.pytorch.graph.capture.capture import captures_of
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -104,6 +105,12 @@ def _check(params: list[torch.nn.Parameter], names: dict, config: DistributedDat
         if fp8_weights.is_fp8(p) and config.use_distributed_optimizer:
             fp8_weights.check_sharded(OP, name, p)
     _check_overlaps(params, names)
+    captured = captures_of(params)
+    if captured:
+        raise ValueError(
+            f"{OP}: argument 'module' has parameters that {', '.join(captured)} was captured with, wanted the wrapping "
+            "before make_graphed_callables(); call its reset(), wrap, and capture again."
+        )
 
 
 def _check_overlaps(params: list[torch.nn.Parameter], names: dict) -> None:

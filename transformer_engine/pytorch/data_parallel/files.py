@@ -29,7 +29,7 @@ def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
                 found[p] = {
                     name: FlatShard(torch.empty(0, dtype=dtype, device=p.device), p.shape, 0, 0)
                     if dtype is not None
-                    else steps.step_of(number)
+                    else steps.count_of(p)
                     for name, dtype in steps.names_of(number, p).items()
                 }
     return found
@@ -64,7 +64,7 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
             f"{op}: argument 'state_dict' has groups of {[len(group['params']) for group in saved]} parameters, wanted "
             f"{[len(group['params']) for group in groups]}."
         )
-    todo = []
+    todo, todo_counts = [], []
     for number, (group, its) in enumerate(zip(groups, saved)):
         key_of = dict(zip(group["params"], its["params"]))
         for i, shard in enumerate(optimizer._shards[number]):
@@ -79,6 +79,9 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
                         f"{sorted(own)}."
                     )
                 todo.append((number, i, name, _part_of(op, name, shard, own[name], state[name])))
+        todo_counts += [
+            (p, given["state"][key][_STEP]) for p, key in key_of.items() if _STEP in given["state"].get(key, ())
+        ]
     by_group = optimizer._steps.counts_by_group
     counts = [_count_of(op, its, given["state"]) for its in saved] if by_group else []
     for group, its in zip(groups, saved):
@@ -87,6 +90,8 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
         step.fill_(count)
     for number, i, name, value in todo:
         optimizer._steps.load_state(number, i, name, value)
+    for param, value in todo_counts:
+        optimizer._steps.load_count(param, value)
     optimizer.state.update(states_by_parameter(optimizer))
 
 

@@ -63,6 +63,8 @@ class BucketGroup:
         """left: how often parameters are still to be ready; how often they were, while it is measured."""
         self._left = dict.fromkeys(self.params_list, 0) if self.expected is None else dict(self.expected)
         self._total = sum(self._left.values())
+        self.is_counted = False  # a gradient of a synchronized backward is there
+        self.is_held_back = False  # one of a backward under no_sync() is there
 
     def reset(self) -> None:
         """Begins a step: gradients accumulate. RuntimeError while a collective of theirs is in flight."""
@@ -70,11 +72,19 @@ class BucketGroup:
             raise RuntimeError(
                 f"{OP}: reset() was called while gradients are being reduced, wanted finish_grad_sync() before it."
             )
+        self._begin()
+
+    def _begin(self) -> None:
         self.state = GradState.ACCUMULATING
         self._begin_count()
 
     def check_accumulates(self, param: torch.Tensor) -> None:
         """Raises RuntimeError where a gradient of param would be lost."""
+        if self.param_to_bucket[param].buffer.is_offloaded:
+            raise RuntimeError(
+                f"{OP}: parameter '{self.names[param]}' got a gradient while the gradients' memory is away, wanted "
+                "restore_grad_buffers() before the backward."
+            )
         if self.state is GradState.ACCUMULATING:
             return
         name = self.names[param]
@@ -93,7 +103,11 @@ class BucketGroup:
         """A gradient of param is in main_grad. Counts in the last microbatch alone; the group whose last parameter this
         is starts its collective, when those before it in the common order have started."""
         self.check_accumulates(param)
-        if not self.is_last_microbatch or not self.config.overlap_grad_reduce:
+        if not self.is_last_microbatch:
+            self.is_held_back = True
+            return
+        self.is_counted = True
+        if not self.config.overlap_grad_reduce:
             return
         if param.is_cuda:
             self.note_producer(torch.cuda.current_stream(param.device))
@@ -134,6 +148,12 @@ class BucketGroup:
             return [self.names[p] for p, count in self._left.items() if not count]
         return [self.names[p] for p, left in self._left.items() if left > 0]
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether gradients are missing that a synchronized backward makes."""
+        reduced = self.state is GradState.REDUCED
+        return not reduced and self.expected is not None and any(left > 0 for left in self._left.values())
+
     def counts(self) -> list[int]:
         return [self._left[p] for p in self.params_list]
 
@@ -151,12 +171,19 @@ class BucketGroup:
                     "overlap_grad_reduce=False, or the backwards under no_sync()."
                 )
             return
+        for bucket in self.buckets:
+            bucket.buffer.check_has_memory("start_grad_sync()")
         self._wait_for_producers()
         if self.nan_check is not None:
             self.nan_check.measure()
         self._whole = force_all_reduce or not self.is_sharded
         self._works = [self.reduction.start(bucket, self.comm, self._whole) for bucket in self.buckets]
-        self.state = GradState.IN_FLIGHT
+        self._set_in_flight(True)
+
+    def _set_in_flight(self, is_in_flight: bool) -> None:
+        self.state = GradState.IN_FLIGHT if is_in_flight else GradState.REDUCED
+        for bucket in self.buckets:
+            bucket.is_reducing = is_in_flight
 
     def _wait_for_producers(self) -> None:
         """Orders the current stream after every stream on which a gradient was made."""
@@ -173,12 +200,15 @@ class BucketGroup:
         if missing:
             raise RuntimeError(unready_sentence(missing, len(self.params_list)))
         self.start_grad_sync(force_all_reduce)
+        self.wait_for_reduction()
+
+    def wait_for_reduction(self) -> None:
         if self.state is not GradState.IN_FLIGHT:
             return
         for work in self._works:
             work.wait()
         self._works = []
-        self.state = GradState.REDUCED
+        self._set_in_flight(False)
 
     # ---- weights ----
 

@@ -27,6 +27,9 @@ class Gate:
         self.node = torch.autograd.graph.get_gradient_edge(param).node
         self.handle = self.node.register_hook(_after_accumulation(param, group, self.is_delayed))
 
+    def remove(self) -> None:
+        self.handle.remove()
+
     def ready(self) -> None:
         """A gradient came outside of autograd's accumulator."""
         _take(self.param, self.group)
@@ -74,7 +77,7 @@ def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
 
 class Producers:
     """Tells groups on which streams of a GPU modules add gradients to main_grad themselves: autograd orders no stream
-    for a gradient that does not come through it. Ends with the object."""
+    for a gradient that does not come through it."""
 
     def __init__(self, group_of: dict[torch.Tensor, BucketGroup]) -> None:
         def note(param: torch.Tensor, stream: int) -> None:
@@ -82,8 +85,11 @@ class Producers:
             if group is not None and param.is_cuda:
                 group.note_producer(_stream_of(stream, param.device))
 
+        self._note = note
         _C.add_ready_callback(note)
-        weakref.finalize(self, _C.remove_ready_callback, note)
+
+    def remove(self) -> None:
+        _C.remove_ready_callback(self._note)
 
 
 def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[Gate]:
@@ -95,29 +101,37 @@ def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup])
             continue
         own = [gates[p] for p in part.parameters(recurse=False) if p in gates and gates[p].is_delayed]
         if own:
-            register(_after_backward_dw(own))
+            register(_after_backward_dw([weakref.ref(gate) for gate in own]))
     return list(gates.values())
 
 
-def _after_backward_dw(gates: Sequence[Gate]) -> Callable[[], None]:
+def _after_backward_dw(gates: Sequence[weakref.ref[Gate]]) -> Callable[[], None]:
+    """Modules keep this hook for good; it does nothing after the gates are gone."""
+
     def hook() -> None:
         for gate in gates:
-            gate.ready()
+            alive = gate()
+            if alive is not None:
+                alive.ready()
 
     return hook
 
 
 class WeightHooks:
     """Hooks in front of everything that reads weights of a module. A module waits for its own parameters and for those
-    of children that are never called themselves."""
+    of children that are never called themselves. gates: removed with these hooks, or before, when the wrapper is
+    deleted: weights that are not gathered yet are waited for all the same."""
 
     def __init__(self, module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> None:
         self.forward_handles: list[Any] = []
+        self.gates: list[Any] = []
+        self._handles: list[Any] = []
         self._groups = {part: _groups(_read_by(part), group_of) for part in module.modules()}
         self._groups = {part: groups for part, groups in self._groups.items() if groups}
         for part, groups in self._groups.items():
-            part.register_state_dict_pre_hook(_before_state_dict(groups))
-            part.register_load_state_dict_pre_hook(_before_state_dict(groups))
+            hook = _before_state_dict(groups, self)
+            self._handles.append(part.register_state_dict_pre_hook(hook))
+            self._handles.append(part.register_load_state_dict_pre_hook(hook))
 
     def enable_forward(self, chained: bool) -> None:
         for part, groups in self._groups.items():
@@ -127,6 +141,17 @@ class WeightHooks:
         for handle in self.forward_handles:
             handle.remove()
         self.forward_handles.clear()
+
+    def remove_gates(self) -> None:
+        for gate in self.gates:
+            gate.remove()
+        self.gates.clear()
+
+    def remove(self) -> None:
+        self.remove_gates()
+        self.disable_forward()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _read_by(part: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -152,8 +177,10 @@ def _before_forward(groups: Sequence[BucketGroup], skip_next: bool) -> Callable[
     return hook
 
 
-def _before_state_dict(groups: Sequence[BucketGroup]) -> Callable[..., None]:
-    def hook(*_: object) -> None:
+def _before_state_dict(groups: Sequence[BucketGroup], owner: WeightHooks) -> Callable[..., None]:
+    """owner: lives as long as its hooks."""
+
+    def hook(*_: object, owner: WeightHooks = owner) -> None:
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 

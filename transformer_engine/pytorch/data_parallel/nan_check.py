@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.data_parallel.buffers import Bucket
+from transformer_engine.pytorch.data_parallel.buffers import OP, Bucket
 from transformer_engine.pytorch.functional import optimizer_l2norm
 
 
@@ -28,11 +29,38 @@ class NanCheck:
             _, norms = optimizer_l2norm([p.main_grad for p in bucket.params_list], noop=self.flag, per_tensor=True)
             self.norms.append(norms)
 
-    def found(self) -> list[tuple[int, str]]:
-        """(bucket, parameter) of each norm that is not finite. Waits on the host."""
-        result = []
-        for bucket, norms in zip(self.buckets, self.norms):
-            for param, norm in zip(bucket.params_list, norms.tolist()):
-                if not math.isfinite(norm):
-                    result.append((bucket.bucket_id, bucket.buffer.names[param]))
-        return result
+    def clear(self) -> None:
+        self.flag.zero_()
+        self.norms = []
+
+
+class NanReport:
+    """The norms of one step, which later measurements leave alone. flag: > 0 on the device where one of any rank is not
+    finite. where: this rank in words. gather: what every rank brings, in the same order on each of them."""
+
+    def __init__(
+        self, checks: Sequence[NanCheck], flag: torch.Tensor, where: str, gather: Callable[[Any], list[Any]]
+    ) -> None:
+        self.flag, self.where, self.gather = flag, where, gather
+        self.measured = [pair for check in checks for pair in zip(check.buckets, check.norms)]
+        self.is_open = True
+
+    def found(self) -> list[tuple[str, int, str]]:
+        """(rank, bucket, parameter) of each norm of this rank that is not finite. Waits on the host."""
+        return [
+            (self.where, bucket.bucket_id, bucket.buffer.names[param])
+            for bucket, norms in self.measured
+            for param, norm in zip(bucket.params_list, norms.tolist())
+            if not math.isfinite(norm)
+        ]
+
+    def raise_once(self) -> None:
+        """RuntimeError on all ranks where the flag is set. Waits on the host."""
+        is_open, self.is_open = self.is_open, False
+        if not is_open or not float(self.flag):
+            return
+        where, bucket, name = next(place for places in self.gather(self.found()) for place in places)
+        raise RuntimeError(
+            f"{OP}: the gradient of parameter '{name}' in bucket {bucket} of {where} is not finite before it is "
+            "reduced."
+        )

@@ -39,53 +39,61 @@ class GradNorm:
         self._flag = torch.zeros(1, dtype=torch.float32, device=self.device)  # of optimizer_l2norm, which is not read
 
     @torch.no_grad()
-    def __call__(self) -> torch.Tensor:
-        """The norm, float32, without a dimension."""
+    def __call__(self, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm, float32, without a dimension; and flags, float64 >= 0, as sums over all ranks that step together,
+        which travel with the norm."""
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for kind, gradients in enumerate(self.kinds):
             if gradients:
                 norm, _ = optimizer_l2norm(gradients, noop=self._flag)
                 sums[kind] = norm.double().square().squeeze(0)
-        if self.stats_group is not None:
-            total = self._over_stats_group(sums)
-        else:
-            total = self._over_groups(sums)
-        return total.sqrt().float()
+        total, flags = (self._over_groups if self.stats_group is None else self._over_stats_group)(sums, flags)
+        return total.sqrt().float(), flags
 
     def _copies(self) -> tuple[int, int]:
         """How many ranks of the data-parallel group hold the same sum: of dense parameters, of experts."""
         return (1, 1) if self.is_sharded else (self.comm.size, self.expert_comm.size)
 
-    def _over_groups(self, sums: torch.Tensor) -> torch.Tensor:
-        if self.is_sharded:
-            self.comm.all_reduce(sums).wait()
-        elif self.expert_comm is not self.comm:
-            experts = sums[_EXPERT:] / self.expert_comm.size
-            self.comm.all_reduce(experts).wait()
-            sums = torch.cat([sums[:_EXPERT], experts])
-        divided = sums[_DENSE_DIVIDED] + sums[_EXPERT_DIVIDED]
+    def _over_groups(self, sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        copies = 1 if self.is_sharded else self.expert_comm.size
+        first = 0 if self.is_sharded else _EXPERT if self.expert_comm is not self.comm else len(sums)
+        over_ranks = torch.cat([sums[first:] / copies, flags])
+        self.comm.all_reduce(over_ranks).wait()
+        sums, flags = torch.cat([sums[:first], over_ranks[: len(sums) - first]]), over_ranks[len(sums) - first :]
+        divided = torch.cat([(sums[_DENSE_DIVIDED] + sums[_EXPERT_DIVIDED]).view(1), flags])
         if self.tp_size > 1:
             dist.all_reduce(divided, group=self.tp_group)
-        return sums[_DENSE] + sums[_EXPERT] + divided
+        return sums[_DENSE] + sums[_EXPERT] + divided[0], divided[1:]
 
-    def _over_stats_group(self, sums: torch.Tensor) -> torch.Tensor:
+    def _over_stats_group(self, sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dense, expert = self._copies()
         counts_once = self.tp_size == 1 or dist.get_rank(self.tp_group) == 0
         total = sums[_DENSE_DIVIDED] / dense + sums[_EXPERT_DIVIDED] / expert
         if counts_once:
             total = total + sums[_DENSE] / dense + sums[_EXPERT] / expert
+        total = torch.cat([total.view(1), flags])
         dist.all_reduce(total, group=self.stats_group)
-        return total
+        return total[0], total[1:]
 
-    def flag_over_ranks(self, flag: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks that step together."""
+    # Of errors that all of these ranks raise.
+
+    def where(self) -> str:
+        """This rank in words."""
+        own = f"rank {self.comm.rank}"
+        return own if self.tp_size == 1 else f"{own} (rank {dist.get_rank(self.tp_group)} of 'tp_group')"
+
+    def every_rank_says(self, said: list[Any]) -> list[list[Any]]:
+        """The list that each rank brings, on all of them. Waits on the host."""
         if self.stats_group is not None:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.stats_group)
-            return flag
-        self.comm.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        if self.tp_size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.tp_group)
-        return flag
+            return _gathered(said, self.stats_group)
+        told = self.comm.every_rank_says(said)
+        return told if self.tp_size == 1 else [one for each in _gathered(told, self.tp_group) for one in each]
+
+
+def _gathered(said: Any, group: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, said, group=group)
+    return told
 
 
 def clip_factor(norm: torch.Tensor, clip: float, inv_scale: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel import files
+from transformer_engine.pytorch.data_parallel.nan_check import NanReport
 from transformer_engine.pytorch.data_parallel.norm import GradNorm, clip_factor
 from transformer_engine.pytorch.data_parallel.shards import OP, groups_in_gather_order, shards_of
 from transformer_engine.pytorch.data_parallel.steps import steps_of
@@ -69,7 +70,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.by_group = bool(overlap_param_gather_with_optimizer_step)
         if self.by_group:
             self._overlap_gathers()
-        self._nan_flags: list[torch.Tensor | None] = []
         self.found_inf: torch.Tensor | None = None
         self._is_made = True
 
@@ -96,8 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The gradients in the wrappers' buffers become 0: a step begins. set_to_none changes nothing: main_grad stays
         where it is, and .grad is None."""
-        self._raise_for_nan()
         for ddp in self.ddps:
+            ddp._drop_complete_step()
             ddp.zero_grad_buffer()
 
     @disable_dynamo
@@ -106,7 +106,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One step of all groups. Returns the norm of the unscaled gradients before clipping, float32 on the device.
         closure runs first. grad_scaler: torch's GradScaler passes itself; unscale_() is not to be called before, as
         this step unscales and clips."""
-        self._raise_for_nan()
+        for ddp in self.ddps:
+            ddp._raise_for_nan()
         if stream_captures():
             raise NotImplementedError(f"{OP}: step() is being captured, wanted it outside of graphs.")
         if closure is not None:
@@ -114,13 +115,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 closure()
         for ddp in self.ddps:
             ddp._finish_grad_sync()
-        self._nan_flags = [ddp._nan_flag() for ddp in self.ddps]
         self._sum_sequence_parallel()
         inv_scale = _inv_scale(grad_scaler, self._norm.device, self)
-        norm = self._norm()
+        norm, flags = self._norm(self._flags(grad_scaler))
         if inv_scale is not None:
             norm = norm * inv_scale.squeeze(0)
-        noop = self._skip_flag(norm, grad_scaler)
+        noop = self._skip_flag(norm, flags)
+        if grad_scaler is not None:  # whose update() reads it
+            grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {norm.device: noop}
         self._run(noop, clip_factor(norm, self.clip_grad, inv_scale))
         return norm
 
@@ -135,26 +137,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for shard, total in zip(self._summed, flat.split(sizes)):
             shard.gradient.copy_(total.view_as(shard.gradient))
 
-    def _skip_flag(self, norm: torch.Tensor, grad_scaler: Any) -> torch.Tensor | None:
-        """float32 [1] on the device, not 0 where the step is skipped; None where nothing could skip it."""
-        flags = [flag for flag in self._nan_flags if flag is not None]
-        found = self.found_inf
+    def _flags(self, grad_scaler: Any) -> torch.Tensor:
+        """float64 [3] on the device, of this rank: whether it lets steps be skipped, whether something requests it,
+        whether a local gradient is not finite."""
+        found, device = self.found_inf, self._norm.device
         if found is not None and not isinstance(found, torch.Tensor):
             raise TypeError(
                 f"DistributedOptimizer: attribute 'found_inf' is {found!r}, wanted None or a tensor of one element: "
                 "set torch.tensor(1.0) on the device of the parameters."
             )
+        nan = [flag for ddp in self.ddps if (flag := ddp._nan_flag()) is not None]
+        flags = torch.zeros(3, dtype=torch.float64, device=device)
+        if found is not None or grad_scaler is not None or nan:
+            flags[0] = 1.0
         if found is not None:
-            flags.append(found.to(norm.device, torch.float32).view(1))
-        if not flags and grad_scaler is None:
-            return None
-        flags.append((~norm.isfinite()).float().view(1))
-        flag = self._norm.flag_over_ranks(torch.stack(flags).amax(0))
-        if grad_scaler is not None:  # whose update() reads it
-            grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {norm.device: flag}
-        return flag
+            flags[1] = (found != 0).to(device).view(())
+        if nan:
+            flags[2] = torch.cat(nan).amax()
+        return flags
 
-    def _run(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
+    def _skip_flag(self, norm: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        """float32 [1] on the device, 1 where the step is skipped on all ranks. flags: of all of them."""
+        checks = [check for ddp in self.ddps for check in ddp._nan_checks]
+        if checks:
+            report = NanReport(checks, flags[2], self._norm.where(), self._norm.every_rank_says)
+            for ddp in self.ddps:
+                ddp._nan_report = report
+        is_requested = (flags[1:] > 0).any()
+        return (is_requested | ((flags[0] > 0) & ~norm.isfinite())).float().view(1)
+
+    def _run(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
         for group in groups_in_gather_order(self.ddps):  # a gather reads the shards that a step writes
             if group.is_gathering:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -172,12 +184,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._steps.cast_fp8(group)
             group.note_step()
             group.start_param_sync()
-
-    def _raise_for_nan(self) -> None:
-        flags, self._nan_flags = self._nan_flags, []
-        for ddp, flag in zip(self.ddps, flags):
-            if flag is not None:
-                ddp._raise_for_nan(flag)
 
     # ---- files ----
 

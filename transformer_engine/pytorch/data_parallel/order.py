@@ -35,6 +35,7 @@ class DispatchOrder:
         self._number = {id(group): i for i, group in enumerate(self.groups)}
         self._last: dict[int, None] = {}  # groups by when they were last ready
         self._next = 0
+        self.chains: list[GatherChain] = []
 
     def note(self, group: Group) -> None:
         number = self._number[id(group)]
@@ -59,13 +60,22 @@ class DispatchOrder:
             group = self.groups[self.order[self._next]]
             if not group.is_ready():
                 return
+            self.start_gathers()
             group.start_grad_sync()
             self._next += 1
 
     def start_rest(self, force_all_reduce: bool = False) -> None:
+        self.start_gathers()
         for i in self.order:
             self.groups[i].start_grad_sync(force_all_reduce)
         self._next = len(self.order)
+
+    def start_gathers(self) -> None:
+        """Before the first reduction: starts the gathers that no forward has started. Ranks may skip different parts of
+        the module; their collectives are in one order all the same."""
+        if self._next == 0:
+            for chain in self.chains:
+                chain.start_up_to(chain.groups[-1])
 
 
 class GatherChain:

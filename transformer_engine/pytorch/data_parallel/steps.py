@@ -43,8 +43,8 @@ class Steps:
         self.optimizer, self.param_groups, self.shards = optimizer, optimizer.param_groups, shards
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in self.param_groups]
 
-    def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
-        """A step of all shards begins: counts it, unless noop is set."""
+    def begin(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
+        """A step of all shards begins: counts it, unless noop (float32 [1]) is set."""
         self.noop, self.clip = noop, clip
         for step in self.steps:
             optimizer_count_step(step, noop)
@@ -66,9 +66,12 @@ class Steps:
     def load_state(self, number: int, index: int, name: str, value: Any) -> None:
         self.state_of(number, index)[name].copy_(value)
 
-    def step_of(self, number: int) -> torch.Tensor:
-        """The count of a parameter that has no shard on this rank."""
-        return self.steps[number].cpu().float().view(())
+    def count_of(self, param: torch.Tensor) -> torch.Tensor:
+        """The steps of a parameter that has no shard on this rank, where states have a count of their own."""
+        raise NotImplementedError
+
+    def load_count(self, param: torch.Tensor, value: Any) -> None:
+        """Of such a parameter."""
 
     def cast_fp8(self, group: BucketGroup) -> None:
         """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole afterwards."""
@@ -169,12 +172,12 @@ class SGDSteps(Steps):
         super().load_state(number, index, name, value)
         self._is_first = False
 
-    def begin(self, noop: torch.Tensor | None, clip: torch.Tensor | None) -> None:
+    def begin(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
         super().begin(noop, clip)
         # With a buffer of zeros a first step differs from others by its missing dampening alone.
         damped = any(group["momentum"] and group["dampening"] for group in self.param_groups)
         self._first_run = damped and self._is_first
-        skipped = self._first_run and noop is not None and bool(float(noop))
+        skipped = self._first_run and bool(float(noop))
         self._is_first = self._is_first and (skipped or not damped)
 
     def run(self, chosen: set[int] | None) -> None:
@@ -210,9 +213,13 @@ class TorchSteps(Steps):
         ]
         groups = [{**group, "params": list(own)} for group, own in zip(self.param_groups, self.masters)]
         self.own = type(optimizer)(groups)
-        for group, masters in zip(self.param_groups, self.masters):
+        self.counts: dict[torch.Tensor, torch.Tensor] = {}  # of parameters without a shard here, as torch keeps them
+        for group, own, masters in zip(self.param_groups, self.shards, self.masters):
             for master in masters:
                 self._make_state(master, group)
+            local = {shard.param for shard in own}
+            if "betas" in group:
+                self.counts |= {p: torch.zeros((), dtype=torch.float32) for p in group["params"] if p not in local}
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
         master = self.masters[number][index]
@@ -244,8 +251,15 @@ class TorchSteps(Steps):
         if name == "step":
             self.steps[number].fill_(int(value))
 
+    def count_of(self, param: torch.Tensor) -> torch.Tensor:
+        return self.counts[param].clone()
+
+    def load_count(self, param: torch.Tensor, value: Any) -> None:
+        if param in self.counts:
+            self.counts[param].fill_(float(value))
+
     def run(self, chosen: set[int] | None) -> None:
-        if self.noop is not None and float(self.noop):  # torch's steps are not skipped on the device
+        if float(self.noop):  # torch's steps are not skipped on the device
             return
         for group, own in zip(self.param_groups, self.own.param_groups):
             own.update({name: value for name, value in group.items() if name != "params"})
@@ -254,6 +268,8 @@ class TorchSteps(Steps):
             for shard, master in zip(shards, masters):
                 master.grad = shard.gradient.float()
         self.own.step()
+        for count in self.counts.values():
+            count.add_(1.0)
         for shards, masters in zip(self.shards, self.masters):
             for shard, master in zip(shards, masters):
                 master.grad = None

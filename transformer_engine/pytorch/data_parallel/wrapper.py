@@ -13,17 +13,24 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
+from transformer_engine.pytorch._internal.torch_private import break_graph
 from transformer_engine.pytorch.data_parallel.buffers import ParamAndGradBuffer
 from transformer_engine.pytorch.data_parallel.communicator import OP, Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.construction import plan_of
-from transformer_engine.pytorch.data_parallel.groups import partition_buckets, unready_sentence
+from transformer_engine.pytorch.data_parallel.groups import BucketGroup, partition_buckets, unready_sentence
 from transformer_engine.pytorch.data_parallel.hooks import Producers, WeightHooks, gates_of
+from transformer_engine.pytorch.data_parallel.nan_check import NanCheck, NanReport
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
 from transformer_engine.pytorch.data_parallel.report import LayoutReport
 
 _group_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its group
+_hooks_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the hooks of its wrapper
+_COMPILED = (
+    f"{OP}: torch.compile was called on the wrapper, whose collectives it cannot trace, wanted it on parts of the "
+    "module after the wrapping: layer.compile()."
+)
 
 
 class _BufferList(list):
@@ -68,6 +75,10 @@ class DistributedDataParallel(torch.nn.Module):
             self._expert_comm = Communicator("expert_process_group", expert_process_group)
         ensure_params_ready(module.parameters())  # of an earlier wrapper
         plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
+        for known in {_hooks_of[p] for p in plan.params if p in _hooks_of}:
+            earlier = known()
+            if earlier is not None:
+                earlier.remove()
         self.module = module
         self.use_forward_hook = config.overlap_param_gather and config.use_distributed_optimizer
         if config.overlap_param_gather and not self.use_forward_hook:
@@ -77,10 +88,16 @@ class DistributedDataParallel(torch.nn.Module):
                 stacklevel=2,
             )
         self.overlap_param_gather_with_optimizer_step = False
+        self._nan_report: NanReport | None = None
+        self._steps = 0  # that were reduced or left: the same on all ranks
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
-        self._gates = gates_of(module, self.param_to_bucket_group)
-        self._producers = Producers(self.param_to_bucket_group) if self.buffers_device.type == "cuda" else None
         self._hooks = WeightHooks(module, self.param_to_bucket_group)
+        self._hooks.gates += gates_of(module, self.param_to_bucket_group)
+        if self.buffers_device.type == "cuda":
+            self._hooks.gates.append(Producers(self.param_to_bucket_group))
+        weakref.finalize(self, self._hooks.remove_gates).atexit = False
+        for p in plan.params:
+            _hooks_of[p] = weakref.ref(self._hooks)
         if self.use_forward_hook:
             self.enable_forward_pre_hook()
 
@@ -102,7 +119,17 @@ class DistributedDataParallel(torch.nn.Module):
             group.order = self._order
             for p in group.params_list:
                 _group_of[p] = weakref.ref(group)
-        self._chains = [GatherChain(g[::-1]) for g in (self.bucket_groups, self.expert_parallel_bucket_groups) if g]
+        self._make_chains([*self.bucket_groups[::-1], *self.expert_parallel_bucket_groups[::-1]])
+
+    def _make_chains(self, ordered: list[BucketGroup]) -> None:
+        """One for each communicator, whose collectives have one order on all ranks."""
+        of_dense = [group for group in ordered if group.comm is self._comm]
+        others = [group for group in ordered if group.comm is not self._comm]
+        self._order.chains = [GatherChain(groups) for groups in (of_dense, others) if groups]
+
+    @property
+    def _chains(self) -> list[GatherChain]:
+        return self._order.chains
 
     @property
     def _all_buffers(self) -> list[ParamAndGradBuffer]:
@@ -112,12 +139,14 @@ class DistributedDataParallel(torch.nn.Module):
     def buffers_device(self) -> torch.device:
         return self._all_buffers[0].device
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused, as torch.compile() of the wrapper."""
+        raise RuntimeError(_COMPILED)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{OP}: torch.compile was called on the wrapper, whose collectives it cannot trace, wanted it on parts "
-                "of the module before the wrapping: layer.compile()."
-            )
+            break_graph(_COMPILED)  # an error that is traced would be dropped
+            raise RuntimeError(_COMPILED)
         return self.module(*args, **kwargs)
 
     # ---- weights ----
@@ -206,7 +235,7 @@ class DistributedDataParallel(torch.nn.Module):
                 group.is_last_microbatch = was
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts the reduction of all gradients that are not being reduced yet."""
+        """Starts the reduction of all gradients that are not being reduced yet, complete or not."""
         with self._order.lock:
             self._order.start_rest()
 
@@ -216,38 +245,76 @@ class DistributedDataParallel(torch.nn.Module):
 
         Errors: RuntimeError for parameters whose gradients are missing, for force_all_reduce after a reduction into
         shards, and with check_for_nan_in_grad, on all ranks, for a gradient that is not finite."""
-        self._finish_grad_sync(force_all_reduce)
         self._raise_for_nan()
+        was_reduced = self._is_reduced
+        self._finish_grad_sync(force_all_reduce)
+        flag = None if was_reduced else self._nan_flag()
+        if flag is not None:
+            self._comm.all_reduce(flag, torch.distributed.ReduceOp.MAX).wait()
+            where = f"rank {self._comm.rank}"
+            NanReport(self._nan_checks, flag, where, self._comm.every_rank_says).raise_once()
+
+    @property
+    def _is_reduced(self) -> bool:
+        return all(group.state is group.state.REDUCED for group in self._groups)
 
     def _finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        if self._is_reduced:
+            self._order.start_rest(force_all_reduce)  # which checks force_all_reduce
+            return
         if self.config.overlap_grad_reduce:
+            self._order.start_gathers()  # on all ranks before other collectives of the same group
             self._check_ready()
         self._order.start_rest(force_all_reduce)
-        for i in self._order.order:
-            self._groups[i].finish_grad_sync(force_all_reduce)
-        self._reduction.finish_scratch()
+        self._wait_for_reductions()
+
+    def _wait_for_reductions(self) -> None:
+        """RuntimeError with the sentence of a rank that left the step, where this one waits for it in vain."""
+        try:
+            for i in self._order.order:
+                self._groups[i].wait_for_reduction()
+            self._reduction.finish_scratch()
+        except RuntimeError as error:
+            told = self._comm.told(self._steps)
+            if not told:
+                raise
+            raise RuntimeError(f"{OP}: the gradients were not reduced. {told}") from error
+        self._steps += 1
 
     def _check_ready(self) -> None:
-        """Raises RuntimeError for parameters without a gradient. The first time the ranks agree on how often each is
-        ready, and in which order groups are."""
-        missing = [name for group in self._groups for name in group.unready()]
+        """Raises RuntimeError for parameters without a gradient. After the first synchronized backward the ranks agree
+        on how often each parameter is ready, and in which order groups are. Gradients that were all made under
+        no_sync() are reduced as they are."""
+        accumulates = all(group.state is group.state.ACCUMULATING for group in self._groups)
+        held_back = not any(group.is_counted for group in self._groups)
+        held_back = held_back and any(group.is_held_back for group in self._groups)
+        missing = [] if held_back else [name for group in self._groups for name in group.unready()]
         sentence = unready_sentence(missing, len(self.param_to_bucket_group)) if missing else None
         if all(group.expected is not None for group in self._groups):
             if sentence is not None:
+                self._comm.tell(self._steps, sentence)
                 raise RuntimeError(sentence)
             return
+        if not accumulates:  # start_grad_sync() was called: nothing was measured
+            return
         told = self._comm.every_rank_says(
-            (sentence, [group.counts() for group in self._groups], self._order.measured())
+            (sentence, held_back, [group.counts() for group in self._groups], self._order.measured())
         )
-        for rank, (other, _, _) in enumerate(told):
+        for rank, (other, *_) in enumerate(told):
             if other is not None:
                 raise RuntimeError(other if rank == self._comm.rank else f"{other} (rank {rank} of the process group)")
-        self._agree_on_counts([counts for _, counts, _ in told])
-        self._order.agree(told[0][2])
-        dense = {id(group) for group in self.bucket_groups}
-        ordered = [self._groups[i] for i in reversed(told[0][2])]
-        kinds = [g for g in ordered if id(g) in dense], [g for g in ordered if id(g) not in dense]
-        self._chains = [GatherChain(groups) for groups in kinds if groups]
+        rest = [rank for rank, (_, its, *_) in enumerate(told) if its != told[0][1]]
+        if rest:
+            raise RuntimeError(
+                f"{OP}: all backwards ran under no_sync() on {'rank 0' if told[0][1] else f'ranks {rest}'} of the "
+                "process group alone, wanted the same on all ranks."
+            )
+        if held_back:
+            return
+        self._agree_on_counts([counts for _, _, counts, _ in told])
+        order = told[0][3]
+        self._order.agree(order)
+        self._make_chains([self._groups[i] for i in reversed(order)])
 
     def _agree_on_counts(self, told: list[list[list[int]]]) -> None:
         for number, group in enumerate(self._groups):
@@ -261,48 +328,75 @@ class DistributedDataParallel(torch.nn.Module):
                         )
             group.expect(counts)
 
-    def _nan_flag(self) -> torch.Tensor | None:
-        """1 on the device where a local gradient of any rank was not finite; None where nothing is checked."""
-        flags = [group.nan_check.flag for group in self._groups if group.nan_check is not None]
-        if not flags:
-            return None
-        flag = torch.stack(flags).amax(0)
-        self._comm.all_reduce(flag, torch.distributed.ReduceOp.MAX).wait()
-        return flag
+    @property
+    def _nan_checks(self) -> list[NanCheck]:
+        return [group.nan_check for group in self._groups if group.nan_check is not None]
 
-    def _raise_for_nan(self, flag: torch.Tensor | None = None) -> None:
-        """Raises RuntimeError on all ranks. Waits on the host."""
-        flag = self._nan_flag() if flag is None else flag
-        if flag is None or not float(flag):
-            return
-        found = [each for group in self._groups for each in group.nan_check.found()]
-        for group in self._groups:
-            group.nan_check.flag.zero_()
-        for rank, places in enumerate(self._comm.every_rank_says(found)):
-            for bucket, name in places:
-                raise RuntimeError(
-                    f"{OP}: the gradient of parameter '{name}' in bucket {bucket} of rank {rank} is not finite before "
-                    "it is reduced."
-                )
+    def _nan_flag(self) -> torch.Tensor | None:
+        """1 on the device where a local gradient of this rank was not finite; None where nothing is checked."""
+        flags = [check.flag for check in self._nan_checks]
+        return torch.stack(flags).amax(0) if flags else None
+
+    def _raise_for_nan(self) -> None:
+        """Raises what the last step of an optimizer has found."""
+        report, self._nan_report = self._nan_report, None
+        if report is not None:
+            report.raise_once()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """main_grad of all parameters times a number, or a tensor of one element on the device."""
         for buffer in self._all_buffers:
+            buffer.check_rests("scale_gradients()")
+            buffer.check_has_memory("scale_gradients()")
+        for buffer in self._all_buffers:
             buffer.scale_gradients(factor)
 
     def zero_grad_buffer(self) -> None:
-        """All gradients become 0, and a step begins. RuntimeError while gradients are being reduced, and for parameters
-        that were frozen, thawed or moved since the wrapping."""
+        """All gradients become 0, and a step begins. After a backward that an exception ended, the step is left: on
+        all ranks, which wait for each other.
+
+        Errors: RuntimeError while complete gradients are being reduced, for a step that other ranks do not leave, and
+        for parameters that were frozen, thawed or moved since the wrapping."""
+        self._raise_for_nan()
         self._check_parameters()
+        self._leave_partial_step()
         for group in self._groups:
             group.reset()
         self._order.begin()
         for p in self.param_to_bucket_group:
+            p.grad = None  # of a backward that was refused or ended before the gate
             if hasattr(p, "grad_added_to_main_grad"):
                 p.grad_added_to_main_grad = False
         for buffer in self._all_buffers:
             if not buffer.is_offloaded:
                 buffer.reset()
+
+    def _leave_partial_step(self) -> None:
+        """The reductions that some rank has started run on all ranks, and what they give is dropped."""
+        if not any(group.is_counted for group in self._groups):
+            return
+        lacking = [group for group in self._groups if group.is_partial]
+        if not lacking:
+            return
+        self._comm.leave(
+            self._steps,
+            f"zero_grad_buffer() was called after a backward that left gradients of {len(lacking)} of "
+            f"{len(self._groups)} bucket groups incomplete",
+            self.buffers_device,
+        )
+        self._drop_reductions()
+
+    def _drop_complete_step(self) -> None:
+        """Of an optimizer that takes no step with gradients that are being reduced."""
+        in_flight = any(group.state is group.state.IN_FLIGHT for group in self._groups)
+        if in_flight and not any(group.is_partial for group in self._groups):
+            self._drop_reductions()
+
+    def _drop_reductions(self) -> None:
+        self._order.start_rest()
+        self._wait_for_reductions()
+        for check in self._nan_checks:
+            check.clear()
 
     def _check_parameters(self) -> None:
         for buffer in self._all_buffers:

@@ -5,7 +5,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -38,6 +38,19 @@ from transformer_engine.pytorch.saved.marks import mark_not_offload
 # Captured callables whose static inputs no other capture may use. reset() clears these inputs.
 _live: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
 _live_lock = threading.Lock()  # several threads may capture
+
+
+def captures_of(params: Iterable[torch.Tensor]) -> list[str]:
+    """Labels of the callables whose graphs use one of these parameters, at the address that it has now."""
+    wanted = {id(p) for p in params}
+    with _live_lock:
+        records = [graphed.record for graphed in _live]
+    found = set()
+    for record in records:
+        of_module = [] if record.module is None else record.module.parameters()
+        if record.validity.invalid is None and any(id(p) in wanted for p in (*record.parameters, *of_module)):
+            found.add(record.label)
+    return sorted(found)
 
 
 class Capture:
