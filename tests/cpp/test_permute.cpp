@@ -208,6 +208,20 @@ TEST_P(Permute, SumsAndTheirGradients) {
   }
 }
 
+// A token without rows is 0; a sum of one term has its bits.
+TEST_P(Permute, SignsOfZero) {
+  const PermuteShape s{3, 1, 1, 2, 2};
+  PermuteCase<float, float> c(GetParam(), s, false, 1);
+  c.map.fill({1, -1, 0});
+  c.rows.fill({0.f, 2.f, -0.f, 3.f});
+  Buffer<float> out(GetParam(), 3, 2);
+  const te_permute_unpermute_plan plan{c.map_of(), c.rows.tensor(), {}, {}, out.tensor()};
+  TE_ASSERT_OK(te_permute_unpermute(&plan, nullptr));
+  const std::vector<float> got = out.read();
+  EXPECT_EQ(got, (std::vector<float>{0, 3, 0, 0, 0, 2}));
+  EXPECT_TRUE(std::signbit(got[0]) && !std::signbit(got[2]) && !std::signbit(got[4]));
+}
+
 TEST_P(Permute, GradientsOfProbabilities) {
   for (const PermuteShape& s : kPermuteShapes) {
     const PermuteCase<bf16, fp16> c(GetParam(), s, true, 3);

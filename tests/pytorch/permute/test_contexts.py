@@ -84,6 +84,13 @@ def test_compiled_with_no_tokens(device):
     assert given[0].grad.shape == (0, 8) and given[1].grad.shape == (0, 6)
 
 
+def test_fake_tensors(device):
+    """Eager calls under a dispatch mode go through the dispatcher."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        given = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs(7, "cpu")]
+        assert layer(*given).shape == (7, 8)
+
+
 @pytest.mark.parametrize("map_type", ("mask", "index"))
 def test_repeats_its_bits(device, map_type):
     mask, ids = mask_of(300, 7, 3, device), ids_of(300, 7, 3, device)

@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kWarp* kWarps) unpermute_backward_kernel(Unper
         x.load(op.inp.of(row) + first, valid);
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
-          if (i < valid) part[i] = fmaf(to_float(g.v[i]), to_float(x.v[i]), part[i]);
+          part[i] = fmaf(to_float(g.v[i]), to_float(x.v[i]), part[i]);
         }
       }
       if (op.dinp.data == nullptr) continue;

@@ -213,19 +213,26 @@ TE_OP_REGISTRATION(permute, ops) {
   ops.op("permute_mask_map(Tensor routing_map) -> Tensor")
       .kernel(permute_mask_map)
       .meta(permute_mask_map_meta)
-      .python(permute_mask_map);
+      .python([](const Tensor& mask) {
+        if (must_dispatch({&mask})) return Dispatched::call<permute_mask_map>("te::permute_mask_map", mask);
+        return permute_mask_map(mask);
+      });
   ops.op("permute_row_map(Tensor ids, int first_expert, int last_expert, SymInt rows, bool strict) -> (Tensor, Tensor, "
          "Tensor, Tensor)")
       .kernel(permute_row_map)
       .meta(permute_row_map_meta)
       .python([](const Tensor& ids, int64_t first, int64_t last, int64_t rows, bool strict) {
-        return permute_row_map(ids, first, last, c10::SymInt(rows), strict);
+        const c10::SymInt count(rows);
+        if (!must_dispatch({&ids})) return permute_row_map(ids, first, last, count, strict);
+        return Dispatched::call<permute_row_map>("te::permute_row_map", ids, first, last, count, strict);
       });
   ops.op("permute_chunk_map(Tensor split_sizes, Tensor sorted_index, SymInt rows) -> (Tensor, Tensor)")
       .kernel(permute_chunk_map)
       .meta(permute_chunk_map_meta)
       .python([](const Tensor& sizes, const Tensor& order, int64_t rows) {
-        return permute_chunk_map(sizes, order, c10::SymInt(rows));
+        const c10::SymInt count(rows);
+        if (!must_dispatch({&sizes, &order})) return permute_chunk_map(sizes, order, count);
+        return Dispatched::call<permute_chunk_map>("te::permute_chunk_map", sizes, order, count);
       });
   ops.op("permute_fwd(Tensor inp, Tensor map, bool of_mask, Tensor? probs, Tensor? pad_offsets, Tensor? scales, SymInt "
          "rows) -> (Tensor, Tensor, Tensor)")
@@ -245,8 +252,7 @@ TE_OP_REGISTRATION(permute, ops) {
       .meta(unpermute_bwd_meta);
   ops.op("permute_gather_fwd(Tensor inp, Tensor source) -> Tensor")
       .kernel(permute_gather_fwd)
-      .meta(permute_gather_fwd_meta)
-      .python(permute_gather_fwd);
+      .meta(permute_gather_fwd_meta);
   ops.op("permute(Tensor inp, Tensor map, bool of_mask, Tensor? probs, Tensor? pad_offsets, SymInt rows) -> (Tensor, "
          "Tensor)")
       .composite(permute_dispatched)
