@@ -6,7 +6,7 @@ import inspect
 import io
 
 import torch
-from api_names import ACTIVATIONS
+from api_names import ACTIVATIONS, TOP_LEVEL
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -44,29 +44,15 @@ def routed(**options):
     (probs.sum() + router.fused_moe_aux_loss(scores, counts, SEQ * BATCH, 8, 2, 0.1)).backward()
 
 
-def permute_calls():
-    """Function -> a small call, forward and backward."""
+def permuted():
+    """Every function of permutation, forward and backward."""
     mask, probs = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool(), torch.rand(2, 3, requires_grad=True)
-    rows, pairs = torch.randn(2, HIDDEN, requires_grad=True), torch.randn(4, HIDDEN, requires_grad=True)
-    chunks = torch.tensor([1, 3]), torch.tensor([1, 0])
-
-    def padded():
-        te.moe_permute_and_pad_with_probs(rows, probs, mask, mask.sum(0), 4)[0].sum().backward()
-
-    def merged():
-        row_id_map = te.moe_permute(rows, mask, 4)[1]
-        te.moe_unpermute(pairs, row_id_map, probs, restore_shape=rows.shape).sum().backward()
-
-    return {
-        "moe_permute": lambda: te.moe_permute(rows, mask, 4)[0].sum().backward(),
-        "moe_permute_with_probs": lambda: te.moe_permute_with_probs(rows, probs, mask, 4)[1].sum().backward(),
-        "moe_permute_and_pad_with_probs": padded,
-        "moe_unpermute": merged,
-        "moe_sort_chunks_by_index": lambda: te.moe_sort_chunks_by_index(pairs, *chunks).sum().backward(),
-        "moe_sort_chunks_by_index_with_probs": lambda: te.moe_sort_chunks_by_index_with_probs(
-            pairs, torch.rand(4), *chunks
-        ),
-    }
+    x, chunks = torch.randn(2, HIDDEN, requires_grad=True), (torch.tensor([1, 3]), torch.tensor([1, 0]))
+    out, weights, row_id_map, pads, _ = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 4)
+    out = te.moe_sort_chunks_by_index(out + te.moe_permute(x, mask, 12)[0], *chunks)
+    out = te.moe_sort_chunks_by_index_with_probs(out, weights, *chunks)[0]
+    back = te.moe_unpermute(out, row_id_map, probs, x.shape, pad_offsets=pads)
+    (back.sum() + te.moe_permute_with_probs(x, probs, mask, 4)[1].sum()).backward()
 
 
 def quietly(function):
@@ -282,7 +268,7 @@ CALLS = {
     **dict.fromkeys(
         ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"), routed
     ),
-    **permute_calls(),
+    **dict.fromkeys(TOP_LEVEL["Mixture of experts"].split(), permuted),
     "get_cpu_offload_context": offloaded,
     "mark_not_offload": lambda: te.mark_not_offload(torch.ones(1)),
     "start_offload": lambda: cpu_offload.start_offload(torch.ones(1)),
