@@ -1,5 +1,5 @@
-"""examples/with_megatron_core.py on a CPU: megatron-core asks for CUDA by name throughout, so what it asks for is
-answered by the CPU. For tests alone; run as a script, of one rank, with the example's options."""
+"""megatron-core on a CPU: it uses CUDA by name throughout, so the CPU answers in its place. For tests alone; run as a
+script, it is examples/with_megatron_core.py in one rank, with the example's options."""
 
 import contextlib
 import sys
@@ -67,6 +67,39 @@ def pretend() -> None:
     torch.Tensor.type = type_
     for name in ("empty", "zeros", "ones", "tensor", "arange", "full", "rand", "randn"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+
+
+class _Works(list):
+    def wait(self):
+        for work in self:
+            work.wait()
+
+
+def collectives_one_by_one() -> None:
+    """gloo's coalesced collectives mix dtypes: inside a coalescing manager each one starts alone, and the manager's
+    work waits for all of them. Call it before megatron-core is imported, which keeps these functions."""
+    dist, opened = torch.distributed, []
+
+    def noted(function):
+        def started(*args, **kwargs):
+            work = function(*args, **kwargs)
+            if opened and work is not None:
+                opened[-1].append(work)
+            return work
+
+        return started
+
+    @contextlib.contextmanager
+    def manager(group=None, device=None, async_ops=False):
+        opened.append(_Works())
+        try:
+            yield opened[-1]
+        finally:
+            opened.pop()
+
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(dist, name, noted(getattr(dist, name)))
+    dist._coalescing_manager = dist.distributed_c10d._coalescing_manager = manager
 
 
 if __name__ == "__main__":
