@@ -8,11 +8,17 @@ plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C an
     python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
     python examples/train_lm.py --optimizer torch     # torch's AdamW instead of FusedAdam
     torchrun --nproc-per-node=2 examples/train_lm.py --tp 2 --sequence-parallel   # one model over two processes
+    torchrun --nproc-per-node=2 examples/train_lm.py --data-parallel --sharded --overlap   # two replicas of it
 
 With --tp N the model is divided over N processes: attention by its heads, the MLPs by their hidden units, embedding and
 head by rows of the vocabulary, also if --tie-embeddings makes them one. Each process has the whole norms and the loss
 of all tokens. It uses NCCL on CUDA and gloo on the CPU. A checkpoint holds whole tensors, so a run can --resume with
 another N.
+
+With --data-parallel the processes, or groups of N of them, are replicas, each of which trains on its part of a step's
+windows. --sharded divides the optimizer's states over them, --overlap runs their collectives beside the products, and
+with --reproducible N replicas give the bits of one with --accumulate N. The checkpoint is a folder, which
+torch.distributed.checkpoint writes: a run can --resume with another number of replicas, and the same --tp.
 
 Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss and memory as .svg and .png.
 """
@@ -32,7 +38,7 @@ try:
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from lm import checkpoint, data, parallel, report
+    from lm import checkpoint, data, data_parallel, parallel, report
     from lm.config import DTYPES, FP8, PRESETS, VOCAB, Config, ExampleError
     from lm.model import FusedLM, plain_twin, unquantized_twin
     from lm.optimizer import OPTIMIZERS
@@ -97,6 +103,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="with it: keep gathered inputs, gather once in place of twice",
     )
+    parser.add_argument(
+        "--data-parallel", action="store_true", help="torchrun's processes are replicas (with --tp: groups of them)"
+    )
+    parser.add_argument("--sharded", action="store_true", help="with it: divide the optimizer's states over replicas")
+    parser.add_argument("--overlap", action="store_true", help="with it: communicate beside the products")
+    parser.add_argument("--reproducible", action="store_true", help="with it: sum over replicas in their order")
     parser.add_argument("--offload-layers", type=int, default=0, metavar="K", help="move what K layers save to the CPU")
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text (default: Python's own sources)")
     parser.add_argument("--seed", type=int, default=0)
@@ -119,7 +131,7 @@ def choose_device(args: argparse.Namespace, config: Config) -> torch.device:
         )
     if (args.device or "cuda") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if args.tp > 1:
+    if args.tp > 1 or args.data_parallel:
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     return torch.device("cuda")
 
@@ -148,6 +160,14 @@ def check_tensor_parallel(args: argparse.Namespace, preset: Config) -> None:
         raise ExampleError(f"--tp {args.tp}: does not divide the {args.preset} preset's {', '.join(wrong)}")
 
 
+def check_data_parallel(args: argparse.Namespace) -> None:
+    for option in ("sharded", "overlap", "reproducible"):
+        if getattr(args, option) and not args.data_parallel:
+            raise ExampleError(f"--{option}: wanted --data-parallel beside it, whose collectives it is an option of")
+    if args.data_parallel and (args.compile or args.optimizer == "torch"):
+        raise ExampleError("--data-parallel: not with --compile or --optimizer torch in this example")
+
+
 def configure(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
     if preset.batch % args.accumulate:
@@ -155,6 +175,7 @@ def configure(args: argparse.Namespace) -> Config:
             f"--accumulate {args.accumulate}: wanted a divisor of the preset's {preset.batch} windows in a step"
         )
     check_tensor_parallel(args, preset)
+    check_data_parallel(args)
     if args.fp8 == "delayed" and args.compile:
         raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
     if not 0 <= args.offload_layers < preset.layers or (args.offload_layers and args.compile):
@@ -174,6 +195,10 @@ def configure(args: argparse.Namespace) -> Config:
         tp=args.tp,
         sequence_parallel=args.sequence_parallel,
         recompute_allgather=not args.no_recompute_allgather,
+        data_parallel=args.data_parallel,
+        sharded=args.sharded,
+        overlap=args.overlap,
+        reproducible=args.reproducible,
         seed=args.seed,
         deterministic=preset.deterministic or args.deterministic,
     )
@@ -185,9 +210,10 @@ class Run:
     def __init__(self, folder: Path, config: Config, device: torch.device, batches: data.Batches, ranks: parallel.Ranks,
                  *, twin: bool, compiled: bool, resume: bool):  # fmt: skip
         self.ranks = ranks
-        self.path, self.config, self.batches = folder / "checkpoint.safetensors", config, batches
+        file = "checkpoint" if config.data_parallel else "checkpoint.safetensors"
+        self.path, self.config, self.batches = folder / file, config, batches
         self.identity = config.identity() | {"text": batches.fingerprint, "device": device.type}
-        found = checkpoint.Checkpoint(self.path) if resume else None
+        found = checkpoint.Checkpoint(self.path) if resume and not config.data_parallel else None
         if found:
             found.check(self.identity)
         set_determinism(config, device)
@@ -202,7 +228,9 @@ class Run:
             tensors = self.trainer.tensors()
             found.restore(tensors, ranks, self.trainer.optimizer.parameters)
             self.trainer.restored(tensors, found.state["step"])
-        self.log = report.Silent(config) if ranks.rank else report.Log(folder, config, self.trainer.done)
+        elif resume:
+            self.trainer.done = data_parallel.restore(self.path, fused, self.trainer.optimizer, self.identity, ranks)
+        self.log = report.Log(folder, config, self.trainer.done) if ranks.is_first else report.Silent(config)
         self.failed: checkpoint.SaveError | None = None  # why the last save failed
 
     def train(self) -> bool:
@@ -225,11 +253,15 @@ class Run:
 
     def _save(self) -> None:
         """Save; a failed write stops neither the training nor its report."""
-        tensors = self.ranks.whole(self.trainer.tensors(), self.trainer.optimizer.parameters)
-        if self.ranks.rank:
-            return
+        progress = {"step": self.trainer.done, "identity": self.identity}
         try:
-            checkpoint.save(self.path, tensors, {"step": self.trainer.done, "identity": self.identity})
+            if self.config.data_parallel:
+                model, optimizer = self.trainer.model, self.trainer.optimizer
+                data_parallel.save(self.path, model, optimizer, progress, self.ranks)
+            else:
+                tensors = self.ranks.whole(self.trainer.tensors(), self.trainer.optimizer.parameters)
+                if self.ranks.is_first:
+                    checkpoint.save(self.path, tensors, progress)
             self.failed = None
         except checkpoint.SaveError as error:
             self.failed = error
@@ -251,16 +283,17 @@ def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: pa
     text = data.read_text(files)
     source = ", ".join(map(str, args.data)) if args.data else "the Python standard library's sources"
     batches = data.Batches(text, config, source)
-    print(report.header(name, config, device, f"{len(text):,} bytes of {source} ({len(files)} files)"), flush=True)
-    if not args.resume and (folder / "checkpoint.safetensors").exists():
+    text_line = f"{len(text):,} bytes of {source} ({len(files)} files)"
+    print(report.header(name, config, device, text_line, ranks.replicas), flush=True)
+    if not args.resume and any((folder / file).exists() for file in ("checkpoint", "checkpoint.safetensors")):
         print(f"{folder} holds an earlier run, which this one replaces (--resume goes on with it, --name keeps both)")
-    twin = not args.no_twin and ranks.size == 1
+    twin = not args.no_twin and ranks.size == 1 and not config.data_parallel
     run = Run(folder, config, device, batches, ranks, twin=twin, compiled=args.compile, resume=args.resume)
     if args.resume:
         nothing = "" if run.trainer.done < config.steps else f"; --steps {config.steps} leaves nothing to train"
         print(f"resumed at step {run.trainer.done} from {run.path}{nothing}")
 
-    if ranks.size > 1:
+    if ranks.size > 1 and not config.data_parallel:
         print(f"memory: {run.trainer.model.memory_of_modes(batches[0][:, :-1].to(device))}", flush=True)
     if not run.train():
         run.log.plots()
@@ -279,7 +312,7 @@ def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: pa
     run.log.plots()
     if run.failed:
         raise run.failed
-    print(f"wrote {folder}/metrics.csv, checkpoint.safetensors, loss and memory as .svg and .png")
+    print(f"wrote {folder}/metrics.csv, {run.path.name}, loss and memory as .svg and .png")
     return 0
 
 

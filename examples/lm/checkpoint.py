@@ -49,6 +49,13 @@ def save(path: Path, tensors: dict[str, torch.Tensor], state: dict) -> None:
         ) from error
 
 
+def check_identity(path: Path, saved: Mapping, identity: Mapping) -> None:
+    differs = [key for key in identity if saved.get(key) != identity[key]]
+    if differs:
+        what = ", ".join(f"{key} {saved.get(key)!r} there, {identity[key]!r} here" for key in differs)
+        raise ExampleError(f"--resume: {path} is of another run ({what}): give the options it began with")
+
+
 class Checkpoint:
     """An open checkpoint, its format checked; `restore` then checks every tensor before it writes the first."""
 
@@ -73,11 +80,7 @@ class Checkpoint:
 
     def check(self, identity: dict) -> None:
         """Refuse to continue with a model, text or seed other than that of the run."""
-        saved = UNSAID | self.state["identity"]
-        differs = [key for key in identity if saved.get(key) != identity[key]]
-        if differs:
-            what = ", ".join(f"{key} {saved.get(key)!r} there, {identity[key]!r} here" for key in differs)
-            raise ExampleError(f"--resume: {self.path} is of another run ({what}): give the options it began with")
+        check_identity(self.path, UNSAID | self.state["identity"], identity)
 
     def restore(
         self,

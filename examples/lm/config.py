@@ -39,6 +39,10 @@ class Config:
     tp: int = 1  # ranks that share the model: changes only the order of sums
     sequence_parallel: bool = False  # these ranks also share the tokens
     recompute_allgather: bool = True  # gathered inputs are not kept for the backward: changes no bit
+    data_parallel: bool = False  # replicas of the model share a step's windows: changes only the order of sums
+    sharded: bool = False  # each of them keeps a part of the optimizer's states
+    overlap: bool = False  # their collectives run beside the products: changes no bit
+    reproducible: bool = False  # sums over replicas are in their order
     deterministic: bool = False  # attention's backward repeats its bits on CUDA (a CPU always does)
 
     @property
@@ -58,7 +62,8 @@ class Config:
 
     def identity(self) -> dict:
         """The fields a resumed run must share with the checkpoint it continues."""
-        free = ("steps", "save_every", "offload_layers", "tp", "sequence_parallel", "recompute_allgather")
+        free = {"steps", "save_every", "offload_layers", "tp", "sequence_parallel", "recompute_allgather"}
+        free |= {"data_parallel", "sharded", "overlap", "reproducible"}
         return {key: value for key, value in asdict(self).items() if key not in free}
 
 

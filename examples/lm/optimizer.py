@@ -2,6 +2,7 @@
 shown as a flat dict of tensors."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class FusedMasterAdamW:
     """FusedAdam: 16-bit gradients are read as they are, and masters, moments and parameters written in one pass."""
 
     def __init__(self, model: nn.Module):
-        self.ranks = getattr(model, "ranks", ALONE)
+        self.model, self.ranks = model, getattr(model, "ranks", ALONE)
         self.parameters = dict(model.named_parameters())
         masters = any(p.dtype != torch.float32 for p in self.parameters.values())
         self.adam = FusedAdam(groups_of(self.parameters.values()), lr=0.0, betas=BETAS, master_weights=masters)
@@ -40,9 +41,14 @@ class FusedMasterAdamW:
             self.adam.initialize_state(p)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=p.device)
 
+    def accumulating(self, is_last: bool) -> AbstractContextManager:
+        """Around the forward and the backward of a microbatch."""
+        return nullcontext()
+
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
         """Clip by the norm of the whole gradient, on the device; update; drop the gradients. Returns that norm."""
+        self.ranks.finish_gradients(self.model)
         grads = self.gradients()
         norm = self._norm(grads)
         clip = (CLIP / (norm + 1e-6)).clamp(max=1.0)
@@ -109,6 +115,10 @@ class MasterAdamW:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager:
+        """Around the forward and the backward of a microbatch."""
+        return nullcontext()
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:

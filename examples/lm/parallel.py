@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
@@ -25,7 +26,8 @@ from .config import VOCAB, Config, ExampleError
 
 @dataclass(frozen=True)
 class Ranks:
-    """The group and this process's place in it."""
+    """The group that one model is divided over, and this process's place in it; replicas: groups of that kind, each of
+    which trains on a part of the windows."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -33,6 +35,14 @@ class Ranks:
     sequence_parallel: bool = False
     recompute_allgather: bool = True
     tracker: CudaRNGStatesTracker | None = None
+    replicas_group: dist.ProcessGroup | None = None  # of the processes with this process's part of the model
+    replicas: int = 1
+    replica: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes for all."""
+        return self.rank == self.replica == 0
 
     def layer_options(self) -> dict:
         """The arguments of a TransformerLayer."""
@@ -78,6 +88,7 @@ class Ranks:
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """int64 [batch, seq] -> embeddings [seq, batch, hidden]; with sequence parallelism only this rank's
         positions."""
+        self.before_reading(weight)
         rows, own = self.own_rows(tokens.t())
         part = F.embedding(rows, weight) * own.unsqueeze(-1)
         if self.sequence_parallel:
@@ -88,6 +99,7 @@ class Ranks:
         """Mean loss of all tokens for a head with this rank's rows of the vocabulary, the same on every rank. hidden
         [batch, seq, ...], divided [seq, batch, ...], with sequence parallelism only this rank's positions; targets
         [batch, seq], all positions."""
+        self.before_reading(weight)
         return te.fused_linear_cross_entropy(
             hidden,
             weight,
@@ -118,11 +130,29 @@ class Ranks:
 
     def any(self, asked: bool) -> bool:
         """Whether any rank asked for it: all ranks must leave a loop in the same step."""
-        if self.size == 1:
+        if self.size * self.replicas == 1:
             return asked
         flag = torch.tensor([int(asked)])
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
+
+    def wait(self) -> None:
+        """Waits for all ranks."""
+        self.any(False)
+
+    def before_reading(self, weight: torch.Tensor) -> None:
+        """Call it where a weight is read without a call of its module, which would wait for the gather."""
+        if self.replicas > 1:
+            distributed.ensure_params_ready([weight])
+
+    def own_windows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This replica's part of a step's windows."""
+        return tokens.chunk(self.replicas)[self.replica]
+
+    def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        if self.replicas > 1:
+            dist.all_reduce(value := value / self.replicas, group=self.replicas_group)
+        return value
 
     # ---- checkpoints: whole tensors, that any number of ranks can read ----
 
@@ -186,21 +216,42 @@ def joined(config: Config, device: torch.device) -> Iterator[Ranks]:
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo")
         started = ours = True
-    size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
-    if size != config.tp:
-        raise ExampleError(
-            f"--tp {config.tp}: this example divides one model over all processes, of which there are {size}: start it "
-            f"by `torchrun --nproc-per-node={config.tp}`, or give --tp {size}"
-        )
+    size = dist.get_world_size() if started else 1
+    check_processes(config, size)
     if size == 1:
         yield ALONE
     else:
-        tracker = CudaRNGStatesTracker()
-        tracker.add("model-parallel-rng", config.seed + 1 + rank)  # each rank draws its own parts of divided parameters
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
-            yield Ranks(dist.group.WORLD, size, rank, config.sequence_parallel, config.recompute_allgather, tracker)
+        ranks = ranks_of(config, device)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if ranks.is_first else nowhere):
+            yield ranks
     if ours:
         dist.destroy_process_group()
+
+
+def check_processes(config: Config, size: int) -> None:
+    if config.data_parallel:
+        shared = config.batch // config.accumulate
+        if size % config.tp or shared % (size // config.tp):
+            raise ExampleError(
+                f"--data-parallel, --tp {config.tp}: there are {size} processes, wanted a multiple of {config.tp} "
+                f"whose replicas divide the {shared} windows of a microbatch"
+            )
+    elif size != config.tp:
+        raise ExampleError(
+            f"--tp {config.tp}: this example divides one model over all processes, of which there are {size}: start it "
+            f"by `torchrun --nproc-per-node={config.tp}`, or give --tp {size}, or --data-parallel"
+        )
+
+
+def ranks_of(config: Config, device: torch.device) -> Ranks:
+    """Neighbours share a model."""
+    replicas = dist.get_world_size() // config.tp
+    mesh = init_device_mesh(device.type, (replicas, config.tp), mesh_dim_names=("dp", "tp"))
+    replica, rank = mesh.get_coordinate()
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", config.seed + 1 + rank)  # each rank draws its own parts of divided parameters
+    options = config.sequence_parallel, config.recompute_allgather, tracker, mesh.get_group("dp"), replicas, replica
+    return Ranks(mesh.get_group("tp") if config.tp > 1 else None, config.tp, rank, *options)
 
 
 def memory_of_modes(model: nn.Module, loss: Callable, layer: nn.Module, inputs: tuple, options: dict) -> str:

@@ -44,13 +44,15 @@ def device_name(device: torch.device) -> str:
     return f"CPU {name}, {torch.get_num_threads()} threads"
 
 
-def header(name: str, config: Config, device: torch.device, text: str) -> str:
+def header(name: str, config: Config, device: torch.device, text: str, replicas: int) -> str:
     repeats = config.deterministic or device.type == "cpu"
     resume = "bit-equal" if repeats else "exact state, but attention's backward does not repeat its bits"
     microbatches = f" in {config.accumulate} microbatches" if config.accumulate > 1 else ""
     tokens = ", tokens too (sequence parallelism)" if config.sequence_parallel else ""
     head = "the tied embedding and head" if config.tied else "embedding and head"
     divided = f"divided over {config.tp} ranks: layers, and {head} by the vocabulary{tokens}\n" if config.tp > 1 else ""
+    on = [name for name in ("sharded", "overlap", "reproducible") if getattr(config, name)]
+    replicated = f"data parallel: {replicas} replicas{''.join(f', {o}' for o in on)}\n" if config.data_parallel else ""
     return (
         f"transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {device_name(device)}\n"
@@ -59,7 +61,7 @@ def header(name: str, config: Config, device: torch.device, text: str) -> str:
         f"{f' with FP8 products ({config.fp8} scaling)' if config.fp8 else ''}, "
         f"{config.optimizer} AdamW on fp32 weights, "
         f"{config.batch} x {config.seq} bytes a step{microbatches}, resume: {resume}\n"
-        f"{divided}"
+        f"{divided}{replicated}"
         f"text: {text}\n"
         f"memory: {MEMORY_MEANING[device.type]}"
     )

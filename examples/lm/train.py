@@ -11,6 +11,7 @@ from torch import nn
 
 from .config import Config, ExampleError
 from .data import Batches
+from .data_parallel import DataParallelAdamW
 from .optimizer import OPTIMIZERS
 from .parallel import ALONE
 
@@ -51,7 +52,11 @@ class Trainer:
         self.model, self.config, self.device = model, config, device
         self.ranks = getattr(model, "ranks", ALONE)
         self.forward = torch.compile(model, dynamic=False) if compiled else model
-        self.optimizer = OPTIMIZERS[config.optimizer](model)
+        if config.data_parallel:
+            self.optimizer = DataParallelAdamW(model, config, self.ranks)
+            self.forward = self.optimizer.ddp
+        else:
+            self.optimizer = OPTIMIZERS[config.optimizer](model)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
         self.done = 0
 
@@ -65,16 +70,17 @@ class Trainer:
         meter = _Meter(self.device, self.model)
         begin = time.perf_counter()
         losses = []
-        for microbatch in tokens.chunk(self.config.accumulate):
-            with meter:
-                loss = loss_of(self.forward, microbatch)
-                if self.config.accumulate > 1:
-                    loss = loss / self.config.accumulate
-            loss.backward()
+        microbatches = self.ranks.own_windows(tokens).chunk(self.config.accumulate)
+        for number, microbatch in enumerate(microbatches, 1):
+            with self.optimizer.accumulating(is_last=number == len(microbatches)):
+                with meter:
+                    loss = loss_of(self.forward, microbatch)
+                    if self.config.accumulate > 1:
+                        loss = loss / self.config.accumulate
+                loss.backward()
             losses.append(loss.detach())
-        self.ranks.finish_gradients(self.model)
         norm = self.optimizer.step(self.learning_rate())
-        value = sum(losses).item()  # waits for the device: the time is that of the whole step
+        value = self.ranks.mean_over_replicas(sum(losses)).item()  # waits for the device: the time is that of all
         seconds = time.perf_counter() - begin
         if not math.isfinite(value):
             raise ExampleError(

@@ -60,6 +60,21 @@ def go_on(folder, name, steps, *options, of="start"):
     return train(folder, name, "--resume", "--steps", str(steps), *options)
 
 
+DATA = "--data-parallel"
+REPLICATED = {
+    "plain": (DATA,),
+    "overlap": (DATA, "--overlap"),
+    "sharded": (DATA, "--sharded", "--overlap"),
+    "reproducible": (DATA, "--overlap", "--reproducible", "--accumulate", "1"),
+    "fp8": (DATA, "--sharded", "--overlap", "--fp8", "delayed"),
+}
+
+
+def replicated(rank, folder, steps, options):
+    """{name: what this rank sees of so many steps from first weights}, by the options of each run."""
+    return {name: train(folder, name, "--steps", str(steps), *given) for name, given in options.items()}
+
+
 def divided(rank, folder, steps, modes, fp8=False):
     """Of each mode what this rank sees of the steps that it goes on for; fp8: also of three from first weights."""
     ranks = dist.get_world_size()
