@@ -1,6 +1,6 @@
 # A small framework on the API, written as its users write theirs: subclasses that set attributes before
-# super().__init__(), a layer whose __call__ chooses which part of it is captured, gradients in buffers of float32, and
-# float32 copies of the weights in torch's AdamW. No test here.
+# super().__init__(), a layer whose __call__ chooses which part of it is captured, and gradients in a buffer of float32
+# (framework_optimizers.py). No test here.
 import dataclasses
 
 import torch
@@ -13,6 +13,7 @@ from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpo
 from transformer_engine.pytorch.graph import is_graph_capturing, make_graphed_callables
 
 from ..graph.fp8_cases import RECIPES, states
+from .framework_optimizers import Optimizer, ShardedOptimizer
 
 HIDDEN, FFN, HEADS, LAYERS, VOCAB, SEQ, BATCH, MICROBATCHES = 32, 64, 4, 3, 32, 16, 2, 2
 IN_TURN, IN_FLIGHT = (1, -1, 1, -1), (1, 1, -1, -1)
@@ -33,6 +34,7 @@ class Options:
     quantized_weights: bool = False
     one_module: bool = False  # te.TransformerLayer in place of its parts
     dropout: float = 0.0
+    shards: int = 0  # ranks among which the steps of the weights are divided; 0: float32 copies in torch's AdamW
 
     @property
     def fp8(self):
@@ -40,8 +42,8 @@ class Options:
 
     @property
     def plain(self):
-        """The options of the run that has to give the same bits: eager, nothing recomputed, nothing offloaded."""
-        return dataclasses.replace(self, graphs=None, offload=False, recompute=None)
+        """The options of the run that has to give the same bits: eager, in one rank, nothing recomputed, offloaded."""
+        return dataclasses.replace(self, graphs=None, offload=False, recompute=None, shards=min(self.shards, 1))
 
 
 _TRACKER = CudaRNGStatesTracker()
@@ -263,44 +265,6 @@ class GPT(torch.nn.Module):
                 module.is_first_microbatch = True
 
 
-class Optimizer:
-    """One buffer of gradients, one of weights, both float32, the latter stepped by torch's AdamW."""
-
-    def __init__(self, model):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.buffer = torch.zeros(sum(p.numel() for p in self.parameters), device=model.options.device)
-        parts = self.buffer.split([p.numel() for p in self.parameters])
-        self.masters, self.nodes = [], []
-        for p, part in zip(self.parameters, parts):
-            p.main_grad, p.grad_added_to_main_grad = part.view(p.shape), False
-            self.nodes.append(p.expand_as(p).grad_fn.next_functions[0][0])
-            self.nodes[-1].register_hook(self._hook(p))
-            self.masters.append(p.detach().float().clone())
-        self.adam = torch.optim.AdamW(self.masters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-
-    def _hook(self, p):
-        def hook(*_):
-            if p.grad is not None and not p.grad_added_to_main_grad:
-                p.main_grad.add_(p.grad)
-            p.grad = None
-
-        return hook
-
-    def zero(self):
-        self.buffer.zero_()
-        for p in self.parameters:
-            p.grad_added_to_main_grad = False
-
-    def step(self):
-        for master, p in zip(self.masters, self.parameters):
-            master.grad = p.main_grad / MICROBATCHES
-        torch.nn.utils.clip_grad_norm_(self.masters, 1.0, foreach=False)
-        self.adam.step()
-        with torch.no_grad():
-            for master, p in zip(self.masters, self.parameters):
-                p.copy_(master)
-
-
 def capture(model):
     """Each layer in graphs of its own, once for each microbatch of an order."""
     options, layers = model.options, tuple(model.layers)
@@ -360,7 +324,8 @@ def train(options, steps=4, capture_at=1, seed=7):
     _TRACKER.reset()
     _TRACKER.add("model-parallel-rng", seed + 1)
     model = GPT(options).train()
-    optimizer = Optimizer(model)
+    owned = [p for p in model.parameters() if p.requires_grad], MICROBATCHES
+    optimizer = ShardedOptimizer(*owned, options.shards) if options.shards else Optimizer(*owned)
     left = {}
     for step in range(steps):
         if options.graphs and step == capture_at:
