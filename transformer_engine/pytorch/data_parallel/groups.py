@@ -6,7 +6,7 @@ Weights are stale while their version, which a step raises, is not the one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -18,6 +18,7 @@ from transformer_engine.pytorch.data_parallel.layout import default_bucket_size
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
+from transformer_engine.pytorch.data_parallel.report import Span, waiting
 
 OP = "BucketGroup"
 _FP8_NAN = 0x7F  # of E4M3 and of E5M2
@@ -56,6 +57,10 @@ class BucketGroup:
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
         self._gathers: list[Work] | None = None
+        # span(kind) notes the dispatch of a collective, once a timeline was asked for.
+        self.span: Callable[[str], Span | None] = lambda kind: None
+        self._grad_span: Span | None = None
+        self._gather_span: Span | None = None
 
     # ---- gradients ----
 
@@ -177,6 +182,7 @@ class BucketGroup:
         if self.nan_check is not None:
             self.nan_check.measure()
         self._whole = force_all_reduce or not self.is_sharded
+        self._grad_span = self.span("reduce")
         self._works = [self.reduction.start(bucket, self.comm, self._whole) for bucket in self.buckets]
         self._set_in_flight(True)
 
@@ -205,8 +211,9 @@ class BucketGroup:
     def wait_for_reduction(self) -> None:
         if self.state is not GradState.IN_FLIGHT:
             return
-        for work in self._works:
-            work.wait()
+        with waiting(self._grad_span):
+            for work in self._works:
+                work.wait()
         self._works = []
         self._set_in_flight(False)
 
@@ -256,6 +263,7 @@ class BucketGroup:
                 )
             self._wait_for_gathers()
             return
+        self._gather_span = self.span("gather")
         self._gathers = [
             self.comm.all_gather(bucket.param_data, bucket.own_shard(bucket.param_data)) for bucket in self.buckets
         ]
@@ -282,8 +290,9 @@ class BucketGroup:
     def _wait_for_gathers(self) -> None:
         if self._gathers is None:
             return
-        for work in self._gathers:
-            work.wait()
+        with waiting(self._gather_span):
+            for work in self._gathers:
+                work.wait()
         self._gathers = None
         self._gathered_version = self.version
         if self.fp8_weights:

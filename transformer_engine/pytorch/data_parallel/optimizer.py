@@ -4,7 +4,7 @@ this rank's shards. How elements are stepped is steps.py's, what is saved files.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel import files
 from transformer_engine.pytorch.data_parallel.nan_check import NanReport
 from transformer_engine.pytorch.data_parallel.norm import GradNorm, clip_factor
+from transformer_engine.pytorch.data_parallel.report import HeldMemory, memory_of_states
 from transformer_engine.pytorch.data_parallel.shards import OP, groups_in_gather_order, shards_of
 from transformer_engine.pytorch.data_parallel.steps import steps_of
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
@@ -184,6 +185,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._steps.cast_fp8(group)
             group.note_step()
             group.start_param_sync()
+
+    def _held_memory(self) -> Iterator[HeldMemory]:
+        """For te.memory_plan."""
+        return memory_of_states(self)
 
     # ---- files ----
 

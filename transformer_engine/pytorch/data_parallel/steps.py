@@ -59,6 +59,10 @@ class Steps:
         """Of a shard of a group, as the optimizer's own state dict has it."""
         raise NotImplementedError
 
+    def kept_of(self, number: int, index: int) -> dict[str, Any]:
+        """The state as it is kept, for reports of memory."""
+        return self.state_of(number, index)
+
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
         """The keys of state_of for a parameter of that group: name -> dtype."""
         raise NotImplementedError
@@ -115,6 +119,12 @@ class AdamSteps(Steps):
         shard = self.shards[number][index]
         state = {name: self.keeper.get_unscaled_state(shard.weight, name) for name in self.keeper.state[shard.weight]}
         return {**state, MASTER: shard.weight} if shard.is_fp8 else state
+
+    def kept_of(self, number: int, index: int) -> dict[str, Any]:
+        shard = self.shards[number][index]
+        scales = {f"scale of {name}": scale for name, scale in self.keeper._scales.get(shard.weight, {}).items()}
+        master = {MASTER: shard.weight} if shard.is_fp8 else {}
+        return {**self.keeper.state[shard.weight], **scales, **master}
 
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
         kept = self.keeper._kept(param)

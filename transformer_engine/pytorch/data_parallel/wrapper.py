@@ -23,7 +23,14 @@ from transformer_engine.pytorch.data_parallel.hooks import Producers, WeightHook
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck, NanReport
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
-from transformer_engine.pytorch.data_parallel.report import LayoutReport
+from transformer_engine.pytorch.data_parallel.report import (
+    HeldMemory,
+    LayoutReport,
+    Timeline,
+    TimelineReport,
+    memory_of_buffers,
+    timeline_of,
+)
 
 _group_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its group
 _hooks_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the hooks of its wrapper
@@ -90,6 +97,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.overlap_param_gather_with_optimizer_step = False
         self._nan_report: NanReport | None = None
         self._steps = 0  # that were reduced or left: the same on all ranks
+        self._timeline: Timeline | None = None
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
         self._hooks = WeightHooks(module, self.param_to_bucket_group)
         self._hooks.gates += gates_of(module, self.param_to_bucket_group)
@@ -439,6 +447,17 @@ class DistributedDataParallel(torch.nn.Module):
     def layout(self) -> LayoutReport:
         """The place and bucket of each parameter: rows, which print as a table."""
         return LayoutReport(self._all_buffers)
+
+    def timeline(self) -> TimelineReport:
+        """The last reduction and the last gather of each bucket group: rows, which print as a table. The first call
+        starts the recording and has no rows. Waits for the device."""
+        if self._timeline is None:
+            self._timeline = timeline_of(self._groups, self.buffers_device)
+        return self._timeline.report()
+
+    def _held_memory(self) -> Iterator[HeldMemory]:
+        """For te.memory_plan."""
+        return memory_of_buffers(self._all_buffers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)

@@ -29,8 +29,9 @@ from transformer_engine.pytorch.saved import observed
 class SavedTensor:
     """One storage. status: 'kept'; 'parameter' (or its FP8 copy) or 'input', which exist in any case; 'offloaded' (in
     host memory until the backward); 'recomputed' (not kept; the backward recomputes it); 'optimizer' (an optimizer
-    state of a parameter); 'arena' (receive buffers of layers over a group: distributed.comm_usage counts them, and they
-    do not grow with the number of layers). bytes: of the storage, or those that keeping a recomputed one would need."""
+    state of a parameter); 'gradient' (a buffer of a DistributedDataParallel); 'arena' (receive buffers of layers over a
+    group: distributed.comm_usage counts them, and they do not grow with the number of layers). bytes: of the storage,
+    or those that keeping a recomputed one would need."""
 
     module: str
     op: str
@@ -65,7 +66,7 @@ class MemoryPlan:
             shape = "x".join(map(str, r.shape)) or "-"
             cells.append((r.module, r.op, _short(r.name), shape, r.dtype, r.bytes, r.status, f"[{note}]"))
         reasons = [f"[{note}] {why}; recomputing it costs: {cost}" for (why, cost), note in notes.items()]
-        known = ("kept", "offloaded", "recomputed", "parameter", "input", "optimizer", "arena")
+        known = ("kept", "offloaded", "recomputed", "parameter", "gradient", "input", "optimizer", "arena")
         statuses = dict.fromkeys((*known, *(row.status for row in self.rows)))
         totals = ", ".join(f"{status} {self.bytes_of(status):,} B" for status in statuses)
         columns = ("module", "op", "tensor", "shape", "dtype", "bytes", "status", "why")
@@ -206,7 +207,8 @@ def memory_plan(
     module: torch.nn.Module, *sample: object, optimizer: torch.optim.Optimizer | None = None, **options: object
 ) -> MemoryPlan:
     """Runs module(*sample, **options) once, forward only, and lists what its graph saves for the backward.
-    optimizer: its present state of the module's parameters is listed too; there is none before the first step.
+    optimizer: its present state of the module's parameters is listed too; there is none before the first step. A
+    te.distributed.DistributedDataParallel adds its buffers, a DistributedOptimizer the states of this rank's shards.
 
     Without a sample, one of 16 tokens is made for modules of this library that have in_features or hidden_size.
 
@@ -274,8 +276,23 @@ def memory_plan(
         for label, op, name, why, recompute, live, _, _, shape, dtype, size in record.kept
         if not live
     ]
+    for label, owner in module.named_modules():
+        if hasattr(owner, "_held_memory"):  # its parameters too, of which a forward saves some
+            _add_held(rows, label, owner)
     states = [] if optimizer is None else _states(module, optimizer)
     return MemoryPlan([*rows.values(), *recomputed, *states, *_arenas(module)])
+
+
+def _add_held(rows: dict[int, SavedTensor], label: str, owner: object) -> None:
+    """Rows of the storages that a wrapper or an optimizer of data parallelism holds, each once."""
+    op, cost = type(owner).__name__, "it cannot be recomputed"
+    reason = "the next step reads it"
+    why = {"parameter": "the model", "gradient": "gradients of a step add up in it", "optimizer": reason}
+    for name, t, status in owner._held_memory():
+        size = t.untyped_storage().nbytes()
+        if size:
+            row = SavedTensor(label, op, name, tuple(t.shape), _name(t.dtype), size, status, why[status], cost)
+            rows.setdefault(_place(t)[0], row)
 
 
 def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
@@ -295,6 +312,9 @@ def _arenas(module: torch.nn.Module) -> list[SavedTensor]:
 def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[SavedTensor]:
     """The optimizer states of the module's parameters, including scales of scaled states."""
     rows: dict[int, SavedTensor] = {}
+    if hasattr(optimizer, "_held_memory"):
+        _add_held(rows, "", optimizer)
+        return list(rows.values())
     op, why, cost = type(optimizer).__name__, "the next step reads it", "it cannot be recomputed"
     for name, p in module.named_parameters():
         kept = list((optimizer.state.get(p) or {}).items())
