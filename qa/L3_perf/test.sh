@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . .venv/te-env.sh
 for bench in benchmarks/bench_*.py; do
-  if [ "$bench" != benchmarks/bench_parallel.py ]; then
+  if [[ $bench != benchmarks/bench_*parallel.py ]]; then
     python "$bench"
   elif python -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 1)'; then
     python -m torch.distributed.run --nproc-per-node=2 "$bench"
