@@ -101,6 +101,11 @@ struct MemberSpec {
   int64_t shift = 0;  // of the data from a multiple of 256 bytes
   int32_t counter_bytes = 4;
   int64_t behind = 0;  // units after a live one that count as alive
+  int64_t repeats = 0;
+  int64_t pitch = 0;
+
+  int64_t buffers() const { return std::max<int64_t>(repeats, 1); }
+  int64_t bytes() const { return (buffers() - 1) * pitch + unit_bytes * most; }
 
   int64_t tail_end(int64_t count) const {
     if (tail == TE_STASH_TAIL_KEEP) return count;
@@ -119,7 +124,7 @@ class Group {
   Group(int32_t device, std::vector<MemberSpec> specs, uint32_t seed = 1) : device_(device), specs_(std::move(specs)) {
     std::mt19937 random(seed);
     for (const MemberSpec& spec : specs_) {
-      const int64_t bytes = spec.unit_bytes * spec.most, all = kAround + spec.shift + bytes + kAround;
+      const int64_t all = kAround + spec.shift + spec.bytes() + kAround;
       Bytes values(size_t(all), 0);
       for (auto& v : values) v = static_cast<unsigned char>(random() >> 11);
       values_.push_back(values);
@@ -172,12 +177,13 @@ class Group {
   }
   int64_t stream_bytes() const {
     int64_t bytes = 0;
-    for (size_t m = 0; m < specs_.size(); ++m) bytes += (live(m) * specs_[m].unit_bytes + 127) / 128 * 128;
+    for (size_t m = 0; m < specs_.size(); ++m)
+      bytes += (live(m) * specs_[m].unit_bytes + 127) / 128 * 128 * specs_[m].buffers();
     return bytes;
   }
   int64_t live_bytes() const {
     int64_t bytes = 0;
-    for (size_t m = 0; m < specs_.size(); ++m) bytes += live(m) * specs_[m].unit_bytes;
+    for (size_t m = 0; m < specs_.size(); ++m) bytes += live(m) * specs_[m].unit_bytes * specs_[m].buffers();
     return bytes;
   }
 
@@ -198,10 +204,14 @@ class Group {
       const int64_t count = found == Found::kNothing ? spec.most : live(m);
       const int64_t begin = start(m), end = begin + count * spec.unit_bytes;
       Bytes wanted(values_[m].size() + 256, kBefore);
-      for (int64_t i = begin; i < end; ++i) {
-        wanted[size_t(i)] = found == Found::kStored ? values_[m][size_t(i - begin)] : 0xff;
+      for (int64_t repeat = 0; repeat < spec.buffers(); ++repeat) {
+        const int64_t more = repeat * spec.pitch;
+        for (int64_t i = begin + more; i < end + more; ++i) {
+          wanted[size_t(i)] = found == Found::kStored ? values_[m][size_t(i - begin)] : 0xff;
+        }
+        const int64_t tail = begin + more + spec.tail_end(count) * spec.unit_bytes;
+        for (int64_t i = end + more; i < tail; ++i) wanted[size_t(i)] = 0;
       }
-      for (int64_t i = end; i < begin + spec.tail_end(count) * spec.unit_bytes; ++i) wanted[size_t(i)] = 0;
       const Bytes got = targets_[m]->read();
       const auto wrong = std::mismatch(wanted.begin(), wanted.end(), got.begin());
       EXPECT_TRUE(wrong.first == wanted.end())
@@ -233,7 +243,7 @@ class Group {
     for (size_t m = 0; m < specs_.size(); ++m) {
       const MemberSpec& spec = specs_[m];
       table.push_back({memory[m]->data() + start(m), counters_[m]->data(), spec.counter_bytes, spec.tail,
-                       spec.unit_bytes, spec.most, spec.tile_units, spec.behind});
+                       spec.unit_bytes, spec.most, spec.tile_units, spec.behind, spec.repeats, spec.pitch});
     }
     return table;
   }
@@ -244,5 +254,17 @@ class Group {
   std::vector<Bytes> values_;
   std::vector<std::unique_ptr<Buffer<unsigned char>>> sources_, targets_, counters_;
 };
+
+// There and back, with nothing left of the sources in between.
+inline void round_trip(const StashPool& pool, const StashEntry& entry, Group& group,
+                       const std::vector<int64_t>& counts) {
+  group.set(counts);
+  group.poison_targets();
+  TE_ASSERT_OK(group.store(pool, entry));
+  group.spoil_sources();
+  TE_ASSERT_OK(group.load(pool, entry));
+  group.expect_targets();
+  group.restore_sources();
+}
 
 }  // namespace te::testing

@@ -14,19 +14,9 @@ namespace {
 using testing::Bytes;
 using testing::Group;
 using testing::MemberSpec;
+using testing::round_trip;
 using testing::StashEntry;
 using testing::StashPool;
-
-// There and back, with nothing left of the sources in between.
-void round_trip(const StashPool& pool, const StashEntry& entry, Group& group, const std::vector<int64_t>& counts) {
-  group.set(counts);
-  group.poison_targets();
-  TE_ASSERT_OK(group.store(pool, entry));
-  group.spoil_sources();
-  TE_ASSERT_OK(group.load(pool, entry));
-  group.expect_targets();
-  group.restore_sources();
-}
 
 class Stash : public ::testing::TestWithParam<int32_t> {
  protected:

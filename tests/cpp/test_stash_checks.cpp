@@ -253,6 +253,15 @@ TEST(StashRefuses, BadMembers) {
   expect_refused(stored([](M& m) { m.unit_bytes = 0; }), "'members[1].unit_bytes' is 0");
   expect_refused(stored([](M& m) { m.most = -1; }), "'members[1].most' is -1");
   expect_refused(stored([](M& m) { m.most = int64_t(1) << 60; }), "at most");
+  expect_refused(stored([](M& m) { m.repeats = -1; }), "'members[1].repeats' is -1");
+  const auto repeated = [](int64_t repeats, int64_t pitch) {
+    return [=](M& m) { m.repeats = repeats, m.pitch = pitch; };
+  };
+  for (const int64_t pitch : {int64_t(0), int64_t(-64), int64_t(64 * 8 - 1)}) {
+    expect_refused(stored(repeated(2, pitch)), "'members[1].pitch' is");
+    expect_refused(loaded(repeated(2, pitch)), "at least 512, the bytes of a buffer: repeats may not overlap");
+  }
+  expect_refused(stored(repeated(int64_t(1) << 40, int64_t(1) << 20)), "'members[1].repeats' is");
   expect_refused(loaded([](M& m) { m.tail = 3; }), "'members[1].tail' is 3");
   expect_refused(loaded([](M& m) { m.tile_units = 0; }), "'members[1].tile_units' is 0");
   expect_refused(loaded([](M& m) { m.unit_bytes = -4; }), "'members[1].unit_bytes' is -4");
@@ -287,7 +296,7 @@ TEST(StashSizes, PagesAndEntriesHaveTheSizesOfTheContract) {
     return out;
   };
   const auto member = [](int64_t unit, int64_t most) {
-    return te_stash_member{nullptr, nullptr, 0, 0, unit, most, 0, 0};
+    return te_stash_member{nullptr, nullptr, 0, 0, unit, most, 0, 0, 0, 0};
   };
   EXPECT_EQ(pages({member(1, 0)}, 128), 0);
   EXPECT_EQ(pages({member(1, 1)}, 128), 1);

@@ -199,14 +199,14 @@ class Trace {
 
   void store(int e, int64_t live) {
     set(live);
-    const te_stash_member member{data_.data(), counter_.data(), 4, TE_STASH_TAIL_KEEP, 1, kMost * kPage, 1, 0};
+    const te_stash_member member{data_.data(), counter_.data(), 4, TE_STASH_TAIL_KEEP, 1, kMost * kPage, 1, 0, 0, 0};
     TE_ASSERT_OK(te_stash_store(pool_.handle, &member, 1, entry(e), ++number_, nullptr));
     if (model_.held(e).state == TE_STASH_STATE_EMPTY) last_[size_t(e)] = number_;
     if (model_.held(e).state == TE_STASH_STATE_EMPTY) stored_.push_back(e);
     model_.store(e, live, number_);
   }
   void give(int e, bool load) {
-    const te_stash_member member{data_.data(), nullptr, 0, TE_STASH_TAIL_KEEP, 1, kMost * kPage, 1, 0};
+    const te_stash_member member{data_.data(), nullptr, 0, TE_STASH_TAIL_KEEP, 1, kMost * kPage, 1, 0, 0, 0};
     if (load) {
       TE_ASSERT_OK(te_stash_load(pool_.handle, &member, 1, entry(e), 0, nullptr));
     } else {
@@ -352,7 +352,7 @@ TEST_P(StashPages, AResetIsTheFirstMapAgain) {
     const StashEntry a(pool, kMost), b(pool, kMost);
     Buffer<int32_t> counter(GetParam(), 1, 1);
     const Buffer<unsigned char> data(GetParam(), 1, kMost * kPage);
-    const te_stash_member member{data.data(), counter.data(), 4, 0, 1, kMost * kPage, 1, 0};
+    const te_stash_member member{data.data(), counter.data(), 4, 0, 1, kMost * kPage, 1, 0, 0, 0};
     std::vector<std::vector<int32_t>> maps;
     for (int round = 0; round < 3; ++round) {
       counter.fill({6 * kPage});

@@ -81,8 +81,8 @@ class Side {
  private:
   std::vector<te_stash_member> members(const std::vector<std::unique_ptr<Buffer<unsigned char>>>& memory, int e,
                                        const int32_t* counter) const {
-    return {{memory[size_t(2 * e)]->data(), counter, 4, TE_STASH_TAIL_ZERO, 512, kMost, 1, 0},
-            {memory[size_t(2 * e + 1)]->data() + 3, counter, 4, TE_STASH_TAIL_TILE, kOdd, kMost, 64, 0}};
+    return {{memory[size_t(2 * e)]->data(), counter, 4, TE_STASH_TAIL_ZERO, 512, kMost, 1, 0, 0, 0},
+            {memory[size_t(2 * e + 1)]->data() + 3, counter, 4, TE_STASH_TAIL_TILE, kOdd, kMost, 64, 0, 0, 0}};
   }
 };
 
@@ -261,7 +261,7 @@ TEST_P(StashStreams, LargeOffsetsBeyondTwoGiB) {
     const auto bytes = size_t(std::min<int64_t>(int64_t(kChunk), kBytes - at));
     cuda_ok(cudaMemcpy(memory->data() + at, chunk.data(), bytes, cudaMemcpyHostToDevice));
   }
-  te_stash_member member{memory->data(), counter.data(), 8, TE_STASH_TAIL_ZERO, kUnit, kMost, 1, 0};
+  te_stash_member member{memory->data(), counter.data(), 8, TE_STASH_TAIL_ZERO, kUnit, kMost, 1, 0, 0, 0};
   for (const int64_t count : {kMost - 1, kMost}) {
     counter.fill({count});
     TE_ASSERT_OK(te_stash_store(pool.handle, &member, 1, entry.data(), 0, nullptr));

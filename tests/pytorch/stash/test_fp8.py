@@ -45,6 +45,9 @@ MODULES = {
     "LayerNormMLP, biases": lambda **how: te.LayerNormMLP(WIDTH, 48, **how),
     "LayerNormMLP, checkpoint": lambda **how: te.LayerNormMLP(WIDTH, 48, checkpoint=True, **NORM, **how),
     "LayerNormMLP, norm again": lambda **how: te.LayerNormMLP(WIDTH, 48, recompute_norm_output=True, **NORM, **how),
+    "LayerNormMLP, FP8 pre-activation": lambda **how: te.LayerNormMLP(
+        WIDTH, 144, activation="swiglu", save_preactivation="fp8", **NORM, **how
+    ),
     "GroupedLinear": lambda **how: te.GroupedLinear(3, WIDTH, WIDTH, **how),
     "GroupedLinear, original": lambda **how: te.GroupedLinear(3, WIDTH, WIDTH, save_original_input=True, **how),
 }

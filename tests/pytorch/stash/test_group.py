@@ -33,6 +33,18 @@ def test_gradients(kind, live, device):
         assert numbers["groups"] == 2 and (numbers["live_bytes"] > 0) == (live > 0)
 
 
+@pytest.mark.parametrize("live", COUNTS)
+def test_a_preactivation_in_fp8(live, device):
+    """Its scales of 1 x 128 blocks have a column for each token: the live columns leave."""
+    taken = {}
+    for kind in (None, "fp8"):
+        options = {"activation": "swiglu", "save_preactivation": kind, "device": device}
+        module = Layers(*(te.LayerNormMLP(HIDDEN, 144, **options) for _ in range(3)))
+        with made(device, debug=True) as stash:
+            taken[kind] = agree(stash, module, inputs_of(device, [live]), [count(live, device)], steps=3)["live_bytes"]
+    assert taken[None] - taken["fp8"] == 2 * live * (288 * 4 - 288 - 3 * 4)
+
+
 @pytest.mark.parametrize("live", [3, 17])
 def test_the_bytes_are_those_of_live_rows(live, device):
     module, counters = stack("linear", device), [count(live, device)]

@@ -15,7 +15,7 @@ from .cases import Originals, count, made, report, same
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 ROWS, GROUPS = 300, 4
-WIDTHS = (32, 48, 32)  # in, between, out
+WIDTHS = (160, 272, 160)  # in, between, out: two and three rows of scales of 1 x 128
 SIZES = {
     "few": [0, 3, 17, 0],
     "all": [100, 3, 17, 180],
@@ -103,7 +103,7 @@ class Stack:
             return layer(x, sizes)
 
     def live_bytes(self, sizes, layers=None):
-        """What the groups of the first layers keep of live rows."""
+        """Bytes of live rows that the groups of the first layers keep."""
         n, panels, element = sum(sizes), sum(-(-size // 128) for size in sizes), self.x.element_size()
         total = 0
         for i in range(len(self.layers) if layers is None else layers):
@@ -111,7 +111,7 @@ class Stack:
             if self.recipe is None or self.how.get("save_original_input") or "high" in self.name:
                 total += n * k * element
             elif "dequantized" in self.name:
-                total += n * k
+                total += n * k + (n * 4 * -(-k // 128) if self.name.startswith("block") else 0)
             else:
                 total += panels * k * (128 + (4 if self.name == "block" else 0))
         return total
@@ -149,17 +149,17 @@ def test_other_gradients(recipe, how, device):
 
 @pytest.mark.parametrize("tail", ["keep", "tile", "zero"])
 @pytest.mark.parametrize("tier", ["host", "mixed"])
-@pytest.mark.parametrize("recipe", ["bfloat16", "block"])
+@pytest.mark.parametrize("recipe", ["bfloat16", "block", "block, dequantized"])
 def test_tiers_and_tails(recipe, tier, tail, device):
     stack, sizes = Stack(device, recipe), SIZES["Zipf"]
-    with made(device, device_pages=0 if tier == "host" else 20, host_pages=400) as stash:
+    with made(device, device_pages=0 if tier == "host" else 20, host_pages=2000) as stash:
         numbers = agree(stack, stash, sizes, tail=tail)
         assert numbers["live_bytes"] == stack.live_bytes(sizes)
         assert (numbers["spilled_bytes"] == numbers["stream_bytes"]) == (tier == "host")
         assert numbers["spilled_bytes"] > 0
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16", "block"])
+@pytest.mark.parametrize("recipe", ["bfloat16", "block", "block, dequantized"])
 def test_eviction(recipe, device):
     stack, sizes = Stack(device, recipe, layers=6), SIZES["Zipf"]
     pages = -(-stack.live_bytes(sizes, 1) // 256) + 1
@@ -169,7 +169,7 @@ def test_eviction(recipe, device):
         assert numbers["evicted_pages"] > 0 and numbers["live_bytes"] == stack.live_bytes(sizes, 5)
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "current", "block", "block, dequantized"])
 def test_a_lost_group(recipe, device):
     """Gradients of its weights are NaN, the gate is up, and an optimizer that reads it applies nothing."""
     stack, sizes = Stack(device, recipe), SIZES["Zipf"]
@@ -253,8 +253,9 @@ def test_a_tile_of_panels_is_a_panel(device):
             assert (memory[2 * region.row_bytes :] == 0xFF).all() and not (memory == 0xFF).all()
 
 
-def test_the_plan_counts_panels(device):
-    stack, sizes = Stack(device, "block"), SIZES["Zipf"]
+@pytest.mark.parametrize("recipe", ["block", "block, dequantized"])
+def test_the_plan_counts_panels_and_repeats(recipe, device):
+    stack, sizes = Stack(device, recipe), SIZES["Zipf"]
     with made(device, device_pages=None, page_bytes=128, factor=1.0) as stash:
         stack.step(sizes, stash)
         stash.reset()

@@ -27,15 +27,17 @@ Step = _C.StashStep
 
 
 class RegionSize(NamedTuple):
-    """One region: at most `most` units of unit_bytes; count: a copy of the counter, on the device; trailing: units
-    behind the live ones that are copied too."""
+    """One region: `repeats` times at most `most` units of unit_bytes; count: a copy of the counter, on the device;
+    trailing: units after the live ones that are copied too."""
 
     unit_bytes: int
     most: int
     count: torch.Tensor
     trailing: int
+    repeats: int
 
     def bytes(self, worst: bool) -> int:
+        """Of one repeat."""
         live = self.most if worst else int(self.count)
         return self.unit_bytes * (min(live + self.trailing, self.most) if live > 0 else 0)
 
@@ -50,17 +52,17 @@ class Size(NamedTuple):
     def of(cls, segments: Sequence[Segment]) -> Size:
         """Reads no counter: live() and pages() do."""
         regions = [
-            RegionSize(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone(), r.trailing_units)
+            RegionSize(r.row_bytes * r.unit_rows, r.rows // r.unit_rows, r.counter.clone(), r.trailing_units, r.repeats)
             for segment in segments
             for r in segment.regions
         ]
         return cls(sum(segment.bytes for segment in segments), regions)
 
     def live(self, worst: bool = False) -> int:
-        return sum(region.bytes(worst) for region in self.regions)
+        return sum(region.bytes(worst) * region.repeats for region in self.regions)
 
     def pages(self, page_bytes: int, worst: bool = False) -> int:
-        stream = sum(-(-region.bytes(worst) // ALIGNMENT) * ALIGNMENT for region in self.regions)
+        stream = sum(-(-region.bytes(worst) // ALIGNMENT) * ALIGNMENT * region.repeats for region in self.regions)
         return -(-stream // page_bytes)
 
 

@@ -1,11 +1,12 @@
 /* stash: packs the live parts of tensors that layers save for backward into pages of one pool.
  *
  * A group holds the tensors of one layer: up to 16 members, each a buffer of `most` units of unit_bytes, of which the
- * first `count` are live; the count is an integer on the device. A store copies the live parts into pages, a load
- * copies them back, in one launch each; the host does not know the counts. The live parts are laid end to end, each
- * aligned to 128 bytes, and this stream of bytes is cut into ceil(stream / page_bytes) pages, for any dtypes.
+ * first `count` are live; the count is an integer on the device. A member may have `repeats` such buffers, `pitch`
+ * bytes apart, with one count (columns of a matrix of scales). A store copies the live parts into pages, a load copies
+ * them back, in one launch each; the host does not know the counts. The live parts are laid end to end, each aligned to
+ * 128 bytes, and this stream of bytes is cut into ceil(stream / page_bytes) pages, for any dtypes.
  *
- *   pages of a group = ceil(sum of round_up(count * unit_bytes, 128) / page_bytes)
+ *   pages of a group = ceil(sum of repeats * round_up(count * unit_bytes, 128) / page_bytes)
  *
  * Tiers. A store takes device pages first, and pinned host pages for the rest, the last pages of the stream. A group
  * that does not fit into both takes no page: its state is lost, it is flagged and counted in `demand`, and its load
@@ -99,7 +100,7 @@ typedef struct te_stash_options {
 } te_stash_options;
 
 typedef struct te_stash_member {
-  void* data;            /* `most` units, contiguous. Any alignment; fastest on 16 bytes */
+  void* data;            /* `most` units, contiguous. Any alignment; fastest on 16 bytes, as is the pitch */
   const void* counter;   /* a store: one integer on the device. A load: not read */
   int32_t counter_bytes; /* 1 (unsigned), 4 or 8 (signed) */
   int32_t tail;          /* te_stash_tail, for the load */
@@ -107,6 +108,8 @@ typedef struct te_stash_member {
   int64_t most;          /* units */
   int64_t tile_units;    /* of TE_STASH_TAIL_TILE: 128 rows / rows of a unit, at least 1 */
   int64_t behind;        /* a store: units behind the live ones that count as live, if there is a live one */
+  int64_t repeats;       /* buffers; 0 and 1: one */
+  int64_t pitch;         /* bytes from one buffer to the next, most * unit_bytes or more; not read for one buffer */
 } te_stash_member;
 
 /* The head of an entry, as read by te_stash_read_entry(): the stored group. */

@@ -2,6 +2,7 @@
 // path (stash.cu).
 #include "ops/stash/stash.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/device.h"
@@ -56,17 +57,36 @@ Entry* entry_of(const char* op, const void* entry) {
 size_t ids_bytes(int64_t pages) { return size_t(aligned(pages * int64_t(sizeof(int32_t)))); }
 size_t list_bytes(const te_stash_options& o) { return o.policy == TE_STASH_BUMP ? 0 : ids_bytes(o.device_pages); }
 
+// argument(field): the name of a field of the member.
+template <class Argument>
+void check_repeats(const char* op, const te_stash_member& member, Argument&& argument) {
+  if (member.repeats < 0) bad_argument(op, argument("repeats").c_str(), member.repeats, "a number of buffers >= 0");
+  if (member.repeats < 2) return;
+  const int64_t bytes = member.most * member.unit_bytes;
+  if (member.pitch < bytes) {
+    bad_argument(op, argument("pitch").c_str(), member.pitch,
+                 concat("at least ", bytes, ", the bytes of a buffer: repeats may not overlap"));
+  }
+  const int64_t each = std::max(member.pitch, aligned(bytes));
+  if (member.repeats > kMostBytes / std::max<int64_t>(each, 1)) {
+    bad_argument(op, argument("repeats").c_str(), concat(member.repeats, " of ", each, " bytes"),
+                 concat("at most ", kMostBytes, " bytes"));
+  }
+}
+
 // Checks sizes; each call checks the other fields that it reads.
-Table table_of(const char* op, const te_stash_member* members, int32_t count) {
+StridedTable table_of(const char* op, const te_stash_member* members, int32_t count) {
   if (count < 1 || count > kMembers) {
     bad_argument(op, "count", count, concat("1 to ", kMembers, " members; store more as several groups"));
   }
   if (members == nullptr) bad_argument(op, "members", "NULL", concat(count, " members"));
-  Table table{};
+  StridedTable table{};
   table.count = count;
   for (int32_t m = 0; m < count; ++m) {
     const auto argument = [&](const char* field) { return concat("members[", m, "].", field); };
-    te_stash_member& member = table.members[m] = members[m];
+    const te_stash_member& member = members[m];
+    table.members[m] = {member.data,       member.counter, member.counter_bytes, member.tail,
+                        member.unit_bytes, member.most,    member.tile_units,    member.behind};
     if (member.unit_bytes < 1) bad_argument(op, argument("unit_bytes").c_str(), member.unit_bytes, "bytes, not 0");
     if (member.most < 0) bad_argument(op, argument("most").c_str(), member.most, "a number of units >= 0");
     if (member.behind < 0) bad_argument(op, argument("behind").c_str(), member.behind, "a number of units >= 0");
@@ -74,6 +94,9 @@ Table table_of(const char* op, const te_stash_member* members, int32_t count) {
       bad_argument(op, argument("most").c_str(), concat(member.most, " units of ", member.unit_bytes, " bytes"),
                    concat("at most ", kMostBytes, " bytes"));
     }
+    table.repeats[m] = std::max<int64_t>(member.repeats, 1);
+    table.pitch[m] = member.pitch;
+    check_repeats(op, member, argument);
   }
   return table;
 }
@@ -85,11 +108,11 @@ void check_data(const char* op, const Table& table) {
   }
 }
 
-Table stored_table(const char* op, const te_stash_member* members, int32_t count) {
-  const Table table = table_of(op, members, count);
+StridedTable stored_table(const char* op, const te_stash_member* members, int32_t count) {
+  const StridedTable table = table_of(op, members, count);
   check_data(op, table);
   for (int32_t m = 0; m < count; ++m) {
-    const te_stash_member& member = table.members[m];
+    const Member& member = table.members[m];
     const auto argument = [&](const char* field) { return concat("members[", m, "].", field); };
     const int32_t bytes = member.counter_bytes;
     if (bytes != 1 && bytes != 4 && bytes != 8) {
@@ -103,11 +126,11 @@ Table stored_table(const char* op, const te_stash_member* members, int32_t count
   return table;
 }
 
-Table loaded_table(const char* op, const te_stash_member* members, int32_t count) {
-  Table table = table_of(op, members, count);
+StridedTable loaded_table(const char* op, const te_stash_member* members, int32_t count) {
+  StridedTable table = table_of(op, members, count);
   check_data(op, table);
   for (int32_t m = 0; m < count; ++m) {
-    te_stash_member& member = table.members[m];
+    Member& member = table.members[m];
     if (member.tail < TE_STASH_TAIL_KEEP || member.tail > TE_STASH_TAIL_ZERO) {
       bad_argument(op, concat("members[", m, "].tail").c_str(), member.tail, "a te_stash_tail");
     }
@@ -213,7 +236,7 @@ size_t te_stash_entry_bytes(int64_t most_pages) { return sizeof(Entry) + ids_byt
 te_status te_stash_most_pages(const te_stash_member* members, int32_t count, size_t page_bytes, int64_t* pages) {
   return c_guard([&] {
     const char* op = "te_stash_most_pages";
-    const Table table = table_of(op, members, count);
+    const StridedTable table = table_of(op, members, count);
     check_page_bytes(op, "page_bytes", page_bytes);
     check_place(op, "pages", pages);
     Layout layout;
@@ -258,7 +281,7 @@ te_status te_stash_reset(te_stash_pool* pool, te_stream stream) {
 te_status te_stash_store(te_stash_pool* pool, const te_stash_member* members, int32_t count, void* entry,
                          int64_t number, te_stream stream) {
   return with_pool("te_stash_store", pool, [&](const char* op, te_stash_pool& p) {
-    const Table table = stored_table(op, members, count);
+    const StridedTable table = stored_table(op, members, count);
     Entry* e = entry_of(op, entry);
     TE_ON_DEVICE_OF(op, p.options, cpu::store(p.view, table, *e, number, p.loads),
                     cuda::store(p.view, table, e, number, p.loads, p.options.sm_budget, stream));
@@ -268,7 +291,7 @@ te_status te_stash_store(te_stash_pool* pool, const te_stash_member* members, in
 te_status te_stash_load(te_stash_pool* pool, const te_stash_member* members, int32_t count, void* entry, int32_t keep,
                         te_stream stream) {
   return with_pool("te_stash_load", pool, [&](const char* op, te_stash_pool& p) {
-    const Table table = loaded_table(op, members, count);
+    const StridedTable table = loaded_table(op, members, count);
     Entry* e = entry_of(op, entry);
     TE_ON_DEVICE_OF(op, p.options, cpu::load(p.view, table, *e, keep != 0, p.loads),
                     cuda::load(p.view, table, e, keep != 0, p.loads, p.options.sm_budget, stream));

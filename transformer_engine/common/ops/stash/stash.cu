@@ -18,11 +18,16 @@ constexpr int kHostBlocks = 4;        // two saturate the host link; few, to lea
 constexpr int64_t kFill = 4 * kTile;  // bytes of a tail that a block fills at once
 constexpr int kDebugBlocks = 264;
 
-__device__ __forceinline__ bool by_bulk(const te_stash_member& member) {
-  return reinterpret_cast<uintptr_t>(member.data) % 16 == 0;
+template <class AnyTable>
+__device__ __forceinline__ bool by_bulk(const AnyTable& table, int m) {
+  if constexpr (kStrided<AnyTable>) {
+    if (table.repeats[m] > 1 && table.pitch[m] % 16 != 0) return false;
+  }
+  return reinterpret_cast<uintptr_t>(table.members[m].data) % 16 == 0;
 }
 
-__device__ __forceinline__ unsigned char* member_at(const Table& table, const Tile& tile) {
+template <class AnyTable>
+__device__ __forceinline__ unsigned char* member_at(const AnyTable& table, const Tile& tile) {
   return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
 }
 
@@ -36,16 +41,16 @@ struct BulkTile {
 
 // Copies this block's tiles from the members to the pages (kStore), or back. id_at(page): the id of a page of the
 // group.
-template <bool kStore, class IdAt>
-__device__ __forceinline__ void copy_tiles(const Pool& pool, const Table& table, Group& group, const Share& share,
-                                           IdAt&& id_at) {
+template <bool kStore, class AnyTable, class IdAt>
+__device__ __forceinline__ void copy_tiles(const Pool& pool, const AnyTable& table, Group<AnyTable>& group,
+                                           const Share& share, IdAt&& id_at) {
   extern __shared__ __align__(128) unsigned char stages[];
   const int64_t* before = group.tiles.before[share.tier];
   if (threadIdx.x < kBulkThreads) {
     const auto find = [&](int i) {
       const int64_t index = share.first + int64_t(i) * share.step;
       const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, share.tier, index);
-      if (!by_bulk(table.members[tile.member])) return BulkTile{};
+      if (!by_bulk(table, tile.member)) return BulkTile{};
       return BulkTile{member_at(table, tile), tile.in_page, id_at(tile.page), uint32_t(tile.bytes) & ~15u};
     };
     copy_bulk(group.pipes, stages, share.count(before[table.count]), find, [&](const BulkTile& piece) {
@@ -56,10 +61,11 @@ __device__ __forceinline__ void copy_tiles(const Pool& pool, const Table& table,
   }
   const int thread = int(threadIdx.x) - kBulkThreads;
   for (int m = 0; m < table.count; ++m) {
-    const bool bulk = by_bulk(table.members[m]);
+    const bool bulk = by_bulk(table, m);
     if (before[m] == before[m + 1] || (bulk && live_bytes(table, group.layout, m) % 16 == 0)) continue;
-    // For a member that bulk copies move, the end of its last tile; else this block's part of its tiles.
-    const int64_t from = bulk ? before[m + 1] - 1 : before[m];
+    // For a member that bulk copies move, the end of its last tile (of each repeat's, among all tiles); else this
+    // block's part of its tiles.
+    const int64_t from = bulk && repeats_of(table, m) == 1 ? before[m + 1] - 1 : before[m];
     for (int64_t index = from + (share.first + m) % share.step; index < before[m + 1]; index += share.step) {
       const Tile tile = tile_of(table, group.layout, pool.grid, group.tiles, share.tier, m, index);
       const int64_t done = bulk ? tile.bytes & ~int64_t(15) : 0;
@@ -86,16 +92,23 @@ __device__ void fill_share(unsigned char* to, int64_t bytes, uint32_t byte, int6
 }
 
 // Writes tails, and 0xFF to the units of a lost group.
-__device__ void fill_members(const Table& table, const Group& group, const Share& share) {
+template <class AnyTable>
+__device__ void fill_members(const AnyTable& table, const Group<AnyTable>& group, const Share& share) {
   if (!share.fills || threadIdx.x < kBulkThreads) return;
   for (int m = 0; m < table.count; ++m) {
-    const te_stash_member& member = table.members[m];
+    const Member& member = table.members[m];
     auto* data = static_cast<unsigned char*>(member.data);
     const int64_t live = live_bytes(table, group.layout, m);
     const int64_t end = tail_end(member, group.layout.counts[m]) * member.unit_bytes;
     const int64_t first = (share.first + m) % share.step;  // spreads short tails over blocks
     if (group.state != TE_STASH_STATE_STORED) fill_share(data, live, 0xff, first, share.step);
     fill_share(data + live, end - live, 0, first, share.step);
+    for (int64_t repeat = 1; repeat < repeats_of(table, m); ++repeat) {
+      if constexpr (kStrided<AnyTable>) data += table.pitch[m];
+      const int64_t own = (first + repeat) % share.step;
+      if (group.state != TE_STASH_STATE_STORED) fill_share(data, live, 0xff, own, share.step);
+      fill_share(data + live, end - live, 0, own, share.step);
+    }
   }
 }
 
@@ -123,16 +136,17 @@ __device__ __noinline__ void end_process(int64_t number, int64_t pages) {
   __trap();
 }
 
+template <class AnyTable>
 __global__ void __launch_bounds__(kThreads, 1)
-    store_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, int64_t number,
-                 int64_t loads, int device_blocks) {
-  __shared__ Group group;
+    store_kernel(const __grid_constant__ Pool pool, const __grid_constant__ AnyTable table, Entry* entry,
+                 int64_t number, int64_t loads, int device_blocks) {
+  __shared__ Group<AnyTable> group;
   const int lane = int(threadIdx.x);
   if (lane < kWarp) {
     const FreeSpace space = FreeSpace::of(pool, *entry, loads);
     uint32_t flags = 0;
     if (lane < table.count) {
-      const te_stash_member& member = table.members[lane];
+      const Member& member = table.members[lane];
       group.layout.counts[lane] = live_units(read_counter(member), member, flags);
     }
     flags = __reduce_or_sync(~0u, flags);
@@ -160,10 +174,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+template <class AnyTable>
 __global__ void __launch_bounds__(kThreads, 1)
-    load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry, bool keep,
+    load_kernel(const __grid_constant__ Pool pool, const __grid_constant__ AnyTable table, Entry* entry, bool keep,
                 int64_t load, int device_blocks) {
-  __shared__ Group group;
+  __shared__ Group<AnyTable> group;
   if (threadIdx.x == kWarp) group.freed = keep ? PageFree::nothing(pool, load) : plan_free(pool, *entry, load);
   find_group(pool, table, entry, group);
   const Share share(device_blocks);
@@ -254,23 +269,25 @@ __device__ void add_sum(uint64_t* total, uint64_t sum) {
 }
 
 // at(tile): address of the bytes of a tile.
-template <class At>
-__device__ void add_tiles(const Pool& pool, const Table& table, const Group& group, uint64_t* total, At&& at) {
+template <class AnyTable, class At>
+__device__ void add_tiles(const Pool& pool, const AnyTable& table, const Group<AnyTable>& group, uint64_t* total,
+                          At&& at) {
   uint64_t sum = 0;
   for (int tier = 0; tier < 2; ++tier) {
     for (int64_t i = blockIdx.x; i < group.tiles.before[tier][table.count]; i += gridDim.x) {
       const Tile tile = tile_at(table, group.layout, pool.grid, group.tiles, tier, i);
       sum +=
-          checksum_of(at(tile), tile.bytes, group.layout.starts[tile.member] + tile.in_member, threadIdx.x, blockDim.x);
+          checksum_of(at(tile), tile.bytes, in_stream(table, group.layout, pool.grid, tile), threadIdx.x, blockDim.x);
     }
   }
   add_sum(total, sum);
 }
 
 // After a store: computes the checksum of its members.
+template <class AnyTable>
 __global__ void __launch_bounds__(kThreads)
-    sum_members_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
-  __shared__ Group group;
+    sum_members_kernel(const __grid_constant__ Pool pool, const __grid_constant__ AnyTable table, Entry* entry) {
+  __shared__ Group<AnyTable> group;
   find_group(pool, table, entry, group);
   if (group.state == TE_STASH_STATE_STORED && entry->fresh != 0) {
     add_tiles(pool, table, group, &entry->head.checksum, [&](const Tile& tile) { return member_at(table, tile); });
@@ -279,9 +296,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Before a load: compares the checksum of the pages, and checks their canaries.
+template <class AnyTable>
 __global__ void __launch_bounds__(kThreads)
-    check_pages_kernel(const __grid_constant__ Pool pool, const __grid_constant__ Table table, Entry* entry) {
-  __shared__ Group group;
+    check_pages_kernel(const __grid_constant__ Pool pool, const __grid_constant__ AnyTable table, Entry* entry) {
+  __shared__ Group<AnyTable> group;
   find_group(pool, table, entry, group);
   if (group.state != TE_STASH_STATE_STORED) return;
   add_tiles(pool, table, group, &entry->checked,
@@ -303,14 +321,23 @@ __global__ void __launch_bounds__(kThreads)
 struct Blocks {
   int device, all;
 
-  Blocks(const Pool& pool, const Table& table, int32_t sm_budget) {
+  Blocks(const Pool& pool, const StridedTable& table, int32_t sm_budget) {
     int64_t tiles = 0;
-    for (int m = 0; m < table.count; ++m) tiles += table.members[m].most * table.members[m].unit_bytes / kTile + 1;
+    for (int m = 0; m < table.count; ++m) {
+      tiles += (table.members[m].most * table.members[m].unit_bytes / kTile + 1) * table.repeats[m];
+    }
     const int host = pool.host_pages == 0 ? 0 : int(std::min<int64_t>(kHostBlocks, tiles));
     device = pool.device_pages == 0 && host != 0 ? 0 : int(std::min<int64_t>(sm_budget, tiles));
     all = device + host;
   }
 };
+
+// launch(table), as a Table where each member is one buffer.
+template <class Launch>
+void with_table(const StridedTable& table, Launch&& launch) {
+  const bool strided = std::any_of(table.repeats, table.repeats + table.count, [](int64_t n) { return n > 1; });
+  strided ? launch(table) : launch(static_cast<const Table&>(table));
+}
 
 }  // namespace
 
@@ -319,8 +346,10 @@ void prepare() {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes),
                "te_stash_pool_create: cudaFuncSetAttribute");
   };
-  more_shared(store_kernel);
-  more_shared(load_kernel);
+  more_shared(store_kernel<Table>);
+  more_shared(load_kernel<Table>);
+  more_shared(store_kernel<StridedTable>);
+  more_shared(load_kernel<StridedTable>);
   more_shared(evict_kernel);
   // Loads the kernel now: the first call of a step may be captured, or run beside kernels that must not be delayed.
   cudaFuncAttributes unused;
@@ -334,27 +363,31 @@ void start_step(const Pool& pool, bool first, te_stream stream) {
   check_launch("te_stash_reset");
 }
 
-void store(const Pool& pool, const Table& table, Entry* entry, int64_t number, int64_t loads, int32_t sm_budget,
-           te_stream stream) {
-  const Blocks blocks(pool, table, sm_budget);
-  store_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, table, entry, number,
-                                                                                            loads, blocks.device);
-  check_launch("te_stash_store");
-  if (pool.debug == 0) return;
-  sum_members_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
-  check_launch("te_stash_store");
+void store(const Pool& pool, const StridedTable& members, Entry* entry, int64_t number, int64_t loads,
+           int32_t sm_budget, te_stream stream) {
+  const Blocks blocks(pool, members, sm_budget);
+  with_table(members, [&](const auto& table) {
+    store_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(
+        pool, table, entry, number, loads, blocks.device);
+    check_launch("te_stash_store");
+    if (pool.debug == 0) return;
+    sum_members_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
+    check_launch("te_stash_store");
+  });
 }
 
-void load(const Pool& pool, const Table& table, Entry* entry, bool keep, int64_t loads, int32_t sm_budget,
+void load(const Pool& pool, const StridedTable& members, Entry* entry, bool keep, int64_t loads, int32_t sm_budget,
           te_stream stream) {
-  if (pool.debug != 0) {
-    check_pages_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
+  const Blocks blocks(pool, members, sm_budget);
+  with_table(members, [&](const auto& table) {
+    if (pool.debug != 0) {
+      check_pages_kernel<<<kDebugBlocks, kThreads, 0, cudaStream_t(stream)>>>(pool, table, entry);
+      check_launch("te_stash_load");
+    }
+    load_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, table, entry, keep,
+                                                                                             loads, blocks.device);
     check_launch("te_stash_load");
-  }
-  const Blocks blocks(pool, table, sm_budget);
-  load_kernel<<<dim3(unsigned(blocks.all)), kThreads, kStageBytes, cudaStream_t(stream)>>>(pool, table, entry, keep,
-                                                                                           loads, blocks.device);
-  check_launch("te_stash_load");
+  });
 }
 
 void drop(const Pool& pool, Entry* entry, int64_t loads, te_stream stream) {

@@ -22,8 +22,8 @@ namespace te::stash {
 // loads: number of loads, drops and evicts of this step before the call.
 namespace cpu {
 void start_step(const Pool& pool, bool first);
-void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads);
-void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t loads);
+void store(const Pool& pool, const StridedTable& table, Entry& entry, int64_t number, int64_t loads);
+void load(const Pool& pool, const StridedTable& table, Entry& entry, bool keep, int64_t loads);
 void drop(const Pool& pool, Entry& entry, int64_t loads);
 void evict(const Pool& pool, Entry& entry, int64_t low_water, int64_t loads);
 void post(const Pool& pool, te_stash_report& mailbox);
@@ -32,9 +32,9 @@ void post(const Pool& pool, te_stash_report& mailbox);
 namespace cuda {
 void prepare();
 void start_step(const Pool& pool, bool first, te_stream stream);
-void store(const Pool& pool, const Table& table, Entry* entry, int64_t number, int64_t loads, int32_t sm_budget,
+void store(const Pool& pool, const StridedTable& table, Entry* entry, int64_t number, int64_t loads, int32_t sm_budget,
            te_stream stream);
-void load(const Pool& pool, const Table& table, Entry* entry, bool keep, int64_t loads, int32_t sm_budget,
+void load(const Pool& pool, const StridedTable& table, Entry* entry, bool keep, int64_t loads, int32_t sm_budget,
           te_stream stream);
 void drop(const Pool& pool, Entry* entry, int64_t loads, te_stream stream);
 void evict(const Pool& pool, Entry* entry, int64_t low_water, int64_t loads, te_stream stream);

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kBatch = 16;  // tiles in one unit of parallel work
 
-Tiles tiles_of(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages) {
-  Tiles tiles;
+StridedTiles tiles_of(const Pool& pool, const StridedTable& table, const Layout& layout, int64_t device_pages) {
+  StridedTiles tiles;
   for (int m = 0; m < table.count; ++m) cut_member(table, layout, pool.grid, device_pages, m, tiles);
   sum_tiles(table.count, tiles);
   return tiles;
@@ -23,8 +23,8 @@ Tiles tiles_of(const Pool& pool, const Table& table, const Layout& layout, int64
 
 // Calls each(tile) for all tiles of the group.
 template <class Each>
-void for_tiles(const Pool& pool, const Table& table, const Layout& layout, int64_t device_pages, Each&& each) {
-  const Tiles tiles = tiles_of(pool, table, layout, device_pages);
+void for_tiles(const Pool& pool, const StridedTable& table, const Layout& layout, int64_t device_pages, Each&& each) {
+  const StridedTiles tiles = tiles_of(pool, table, layout, device_pages);
   for (int tier = 0; tier < 2; ++tier) {
     const int64_t all = tiles.before[tier][table.count];
     parallel_for(ceil_div(all, kBatch), [&](int64_t block) {
@@ -35,7 +35,7 @@ void for_tiles(const Pool& pool, const Table& table, const Layout& layout, int64
   }
 }
 
-unsigned char* member_at(const Table& table, const Tile& tile) {
+unsigned char* member_at(const StridedTable& table, const Tile& tile) {
   return static_cast<unsigned char*>(table.members[tile.member].data) + tile.in_member;
 }
 
@@ -45,17 +45,17 @@ void fill(void* data, int value, int64_t bytes) {
 
 // Sum over all tiles; at(tile) is the address of their bytes.
 template <class At>
-uint64_t checksum(const Pool& pool, const Table& table, const Layout& layout, At&& at) {
-  const Tiles tiles = tiles_of(pool, table, layout, INT32_MAX);
+uint64_t checksum(const Pool& pool, const StridedTable& table, const Layout& layout, At&& at) {
+  const StridedTiles tiles = tiles_of(pool, table, layout, INT32_MAX);
   uint64_t sum = 0;
   for (int64_t i = 0; i < tiles.before[0][table.count]; ++i) {
     const Tile tile = tile_at(table, layout, pool.grid, tiles, 0, i);
-    sum += checksum_of(at(tile), tile.bytes, layout.starts[tile.member] + tile.in_member, 0, 1);
+    sum += checksum_of(at(tile), tile.bytes, in_stream(table, layout, pool.grid, tile), 0, 1);
   }
   return sum;
 }
 
-void check_pages(const Pool& pool, const Table& table, const Layout& layout, const Entry& entry) {
+void check_pages(const Pool& pool, const StridedTable& table, const Layout& layout, const Entry& entry) {
   const auto in_page = [&](const Tile& tile) { return page_of(pool, entry, tile.page) + tile.in_page; };
   uint32_t flags = canaries_intact(pool, entry, 0, 1) ? 0 : TE_STASH_CANARY;
   if (checksum(pool, table, layout, in_page) != entry.head.checksum) flags |= TE_STASH_CHANGED;
@@ -83,7 +83,7 @@ void start_step(const Pool& pool, bool first) {
   if (pool.debug != 0 && restore_canaries(pool, first, 0, 1)) raise_flags(pool, TE_STASH_CANARY, -1);
 }
 
-void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, int64_t loads) {
+void store(const Pool& pool, const StridedTable& table, Entry& entry, int64_t number, int64_t loads) {
   Layout layout;
   uint32_t flags = 0;
   for (int m = 0; m < table.count; ++m) {
@@ -108,7 +108,7 @@ void store(const Pool& pool, const Table& table, Entry& entry, int64_t number, i
   entry.head.checksum = checksum(pool, table, layout, [&](const Tile& tile) { return member_at(table, tile); });
 }
 
-void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t load) {
+void load(const Pool& pool, const StridedTable& table, Entry& entry, bool keep, int64_t load) {
   Layout layout;
   for (int m = 0; m < table.count; ++m) layout.counts[m] = entry.head.counts[m];
   const int32_t state = plan_load(StoredEntry::of(pool, entry), table, layout);
@@ -119,11 +119,13 @@ void load(const Pool& pool, const Table& table, Entry& entry, bool keep, int64_t
     });
   }
   for (int m = 0; m < table.count; ++m) {
-    const te_stash_member& member = table.members[m];
-    auto* data = static_cast<unsigned char*>(member.data);
+    const Member& member = table.members[m];
     const int64_t live = live_bytes(table, layout, m);
-    if (state != TE_STASH_STATE_STORED) fill(data, 0xff, live);
-    fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
+    for (int64_t repeat = 0; member.most != 0 && repeat < table.repeats[m]; ++repeat) {
+      auto* data = static_cast<unsigned char*>(member.data) + repeat * table.pitch[m];
+      if (state != TE_STASH_STATE_STORED) fill(data, 0xff, live);
+      fill(data + live, 0, tail_end(member, layout.counts[m]) * member.unit_bytes - live);
+    }
   }
   const PageFree freed = keep ? PageFree::nothing(pool, load) : plan_free(pool, entry, load);
   raise_flags(pool, freed.flags | (state == TE_STASH_STATE_EMPTY ? TE_STASH_EMPTY : 0), entry.head.number);

@@ -10,10 +10,11 @@ namespace {
 constexpr int kIds = 256;  // page ids that a load reads together with the counts
 
 // A group in shared memory.
+template <class AnyTable>
 struct Group {
   int32_t ids[kIds];  // of its first device pages
   Layout layout;
-  Tiles tiles;
+  TilesOf<AnyTable> tiles;
   int32_t state;
   int64_t device_pages;  // of the group
   FreeSpace space;
@@ -52,7 +53,8 @@ __device__ bool is_last(Entry* entry) {
 }
 
 // Computes the tiles from counts and starts. Called by the first warp.
-__device__ void cut(const Pool& pool, const Table& table, Group& group) {
+template <class AnyTable>
+__device__ void cut(const Pool& pool, const AnyTable& table, Group<AnyTable>& group) {
   const int lane = int(threadIdx.x);
   if (lane < table.count) cut_member(table, group.layout, pool.grid, group.device_pages, lane, group.tiles);
   __syncwarp();
@@ -60,7 +62,7 @@ __device__ void cut(const Pool& pool, const Table& table, Group& group) {
 }
 
 // Reads the ids of the first pages. Called by the warps after the first one.
-template <class IdAt>
+template <class Group, class IdAt>
 __device__ __forceinline__ void read_ids(Group& group, int64_t pages, IdAt&& id_at) {
   for (int64_t i = int64_t(threadIdx.x) - kWarp; i < least(pages, kIds); i += blockDim.x - kWarp) {
     group.ids[i] = id_at(i);
@@ -68,7 +70,8 @@ __device__ __forceinline__ void read_ids(Group& group, int64_t pages, IdAt&& id_
 }
 
 // Finds the group of a load. Called by all threads. The first warp starts all its reads before it uses one.
-__device__ void find_group(const Pool& pool, const Table& table, const Entry* entry, Group& group) {
+template <class AnyTable>
+__device__ void find_group(const Pool& pool, const AnyTable& table, const Entry* entry, Group<AnyTable>& group) {
   const int lane = int(threadIdx.x);
   if (lane < kWarp) {
     const int64_t count = lane < table.count ? entry->head.counts[lane] : 0;

@@ -186,8 +186,9 @@ struct Totals {
   }
 };
 
+template <class AnyTable>
 TE_HOST_DEVICE void finish_store(const Pool& pool, const FreeSpace& space, const Totals& totals, const PageAlloc& alloc,
-                                 const Table& table, const Layout& layout, int64_t number, Entry& entry) {
+                                 const AnyTable& table, const Layout& layout, int64_t number, Entry& entry) {
   Control& control = *pool.control;
   te_stash_report& report = control.report;
   const te_stash_report& was = totals.report;
@@ -205,7 +206,7 @@ TE_HOST_DEVICE void finish_store(const Pool& pool, const FreeSpace& space, const
   int64_t live = 0;
   for (int m = 0; m < table.count; ++m) {
     head.counts[m] = layout.counts[m];
-    live += live_bytes(table, layout, m);
+    live += live_bytes(table, layout, m) * repeats_of(table, m);
   }
   head.live_bytes = live;
   entry.generation = was.step + 1;
@@ -249,7 +250,8 @@ struct StoredEntry {
 
 // The state that a load starts from. layout.counts are the entry's. EMPTY for sizes of another group; then all units
 // count as live, so that all of them are written.
-TE_HOST_DEVICE int32_t plan_load(const StoredEntry& stored, const Table& table, Layout& layout) {
+template <class AnyTable>
+TE_HOST_DEVICE int32_t plan_load(const StoredEntry& stored, const AnyTable& table, Layout& layout) {
   bool same = stored.present && stored.members == table.count;
   for (int m = 0; m < table.count && same; ++m) same = layout.counts[m] <= table.members[m].most;
   set_starts(table, layout);

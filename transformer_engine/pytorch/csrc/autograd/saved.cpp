@@ -19,34 +19,37 @@ struct Announced {
 };
 
 thread_local std::deque<Announced> announced;  // a deque: additions by hooks leave the entries in place
-thread_local LiveGroup live_group;
+thread_local LiveGroup current_group;
 thread_local int64_t current_trailing_rows = 0;
 
 }  // namespace
 
 void SaveContext::announce(const at::Tensor& t, const SavedInfo& info, const LiveRows& live) const {
   const bool counted = live.counter.defined();
-  if (!counted && !live_group.open) return;
-  announced.push_back({t.unsafeGetTensorImpl(), live, 0, counted ? Uncounted{} : Uncounted{op_, info.name}});
+  if (!counted && !current_group.open) return;
+  const int64_t trailing = live.of_group ? current_trailing_rows : 0;
+  announced.push_back({t.unsafeGetTensorImpl(), live, trailing, counted ? Uncounted{} : Uncounted{op_, info.name}});
 }
 
-// A row is an index of the first dimension, which is not the tokens' alone in a tensor of three dimensions. A node's
+// A row is an index of the first dimension; a tensor of three dimensions has tokens along two. A node's
 // own counter includes all rows that its backward reads.
 void SaveContext::announce_tokens(const at::Tensor& t, const SavedInfo& info) const {
   const bool is_rows = t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous();
-  if (live_.rows.defined() && is_rows && t.dim() == 2) return announce(t, info, {live_.rows, 1});
-  const auto& tokens = live_group.tokens;
+  if (live_.rows.defined() && is_rows && t.dim() == 2) {
+    return announce(t, info, {live_.rows, 1, LiveUnits::kRows, live_.of_group});
+  }
+  const auto& tokens = current_group.tokens;
   const bool counted = tokens.has_value() && is_rows && t.device() == tokens->device();
-  if (!counted && current_trailing_rows == 0 && !live_group.open) return;
+  if (!counted && current_trailing_rows == 0 && !current_group.open) return;
   announced.push_back({t.unsafeGetTensorImpl(),
                        {counted ? *tokens : at::Tensor(), 1},
                        current_trailing_rows,
                        counted ? Uncounted{} : Uncounted{op_, info.name}});
 }
 
-LiveGroup set_live_group(LiveGroup group) { return std::exchange(live_group, std::move(group)); }
+LiveGroup set_live_group(LiveGroup group) { return std::exchange(current_group, std::move(group)); }
 
-bool in_live_group() { return live_group.open; }
+const LiveGroup& live_group() { return current_group; }
 
 AnnouncedRows::AnnouncedRows() : before_(announced.size()) {}
 

@@ -11,12 +11,17 @@
 
 namespace te_torch {
 
-// The live rows of a saved tensor: the first counter * unit_rows of its first dimension. The counter is one integer on
-// the tensor's device; undefined: the tensor has data of tokens, but no counter applies to its first dimension.
+// What a counter counts. kRows: rows of the first dimension. kPanels: the same, where each is a panel of 128 rows of
+// tokens. kColumns: columns of a matrix, whose rows are apart in memory (scales of 1 x 128 blocks).
+enum class LiveUnits : uint8_t { kRows, kPanels, kColumns };
+
+// The live rows of a saved tensor: the first counter * unit_rows of a dimension. The counter is one integer on the
+// tensor's device; undefined: the tensor has data of tokens, but no counter applies.
 struct LiveRows {
   at::Tensor counter;
   int64_t unit_rows = 1;
-  bool panels = false;  // a unit is a panel of 128 rows of tokens
+  LiveUnits units = LiveUnits::kRows;
+  bool of_group = false;  // not of the node: rows after the live ones may be read too (trailing_rows.h)
 };
 
 // A group of PagedStash around the nodes of this thread. Nodes announce the counter of live tokens, if there is one,
@@ -26,12 +31,12 @@ struct LiveGroup {
   std::optional<at::Tensor> tokens = {};
 };
 LiveGroup set_live_group(LiveGroup group);  // returns the previous one
-bool in_live_group();
+const LiveGroup& live_group();
 
-// The counters of a node whose rows are in groups: of the live rows of its matrices, and of the panels of its FP8
-// operand. Undefined: the node has none.
+// The counters of a node's tensors: of the rows of its matrices, and of the panels of an FP8 operand. Undefined: none.
 struct LiveCounters {
   at::Tensor rows, panels;
+  bool of_group = false;  // not of the node
 };
 
 // For a tensor that the backward reads and that can be recomputed from other saved tensors.

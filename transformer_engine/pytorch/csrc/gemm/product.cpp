@@ -206,8 +206,7 @@ SavedInfo with_tokens(SavedInfo info, bool tokens) {
   return info;
 }
 
-// Saves a part of an FP8 operand. The group's counter does not apply to parts with data of tokens: leading dimensions
-// are folded into the first one of rowwise data, and tokens lie along another one elsewhere. live: of the node.
+// Saves a part of an FP8 operand. live: for data of tokens.
 void keep_part(SaveContext& save, int name, const Tensor& t, const SavedInfo& info, uint8_t part, LiveRows live) {
   if (t.defined() && live.counter.defined() && !t.is_contiguous()) live.counter.reset();
   save.keep(name, t, with_tokens(info, false), part, info.tokens ? &live : nullptr);
@@ -216,7 +215,7 @@ void keep_part(SaveContext& save, int name, const Tensor& t, const SavedInfo& in
 }  // namespace
 
 void keep_operand(SaveContext& save, int name, const Operand& t, QuantizeUsage usage, const SavedInfo& what) {
-  // The host knows the sizes of such groups, and all their rows are live.
+  // The sizes of such groups are on the host: all their rows are live.
   for (const Operand& group : t.groups) keep_operand(save, name, group, usage, with_tokens(what, false));
   if (!t.quantized()) {
     save.keep(name, t.plain, what);
@@ -225,12 +224,15 @@ void keep_operand(SaveContext& save, int name, const Operand& t, QuantizeUsage u
   const Quantized& q = t.fp8;
   const bool blocks = q.scaling != TE_SCALING_TENSOR;
   if (usage.rowwise) {
-    keep_part(save, name, q.rowwise, what, part_of(q, kRowwise), {save.live().rows, 1});
+    const auto& [counter, panels, of_group] = save.live();
+    const LiveRows rows{counter, 1, LiveUnits::kRows, of_group}, columns{counter, 1, LiveUnits::kColumns, of_group};
+    const bool across = te::scaling_row(q.scaling).across;
+    keep_part(save, name, q.rowwise, what, part_of(q, kRowwise), rows);
     keep_part(save, name, q.rowwise_scale_inv, with_tokens(kScales, what.tokens && blocks), part_of(q, kRowwiseScale),
-              {});
+              across ? columns : LiveRows{});
   }
   if (usage.columnwise) {
-    const LiveRows panels{save.live().panels, 1, true};
+    const LiveRows panels{save.live().panels, 1, LiveUnits::kPanels};
     keep_part(save, name, q.columnwise, what, part_of(q, kColumnwise), panels);
     keep_part(save, name, q.columnwise_scale_inv, with_tokens(kScales, what.tokens && blocks),
               part_of(q, kColumnwiseScale), panels);

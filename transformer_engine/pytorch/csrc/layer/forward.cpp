@@ -13,7 +13,7 @@ namespace te_torch::layer {
 namespace {
 
 constexpr SavedInfo kPackedPreActivation{"pre-activation, FP8", "the activation's backward reads it",
-                                         "norm and first product: LayerNormMLP(checkpoint=True)"};
+                                         "norm and first product: LayerNormMLP(checkpoint=True)", true};
 
 // An operand that is x itself is kept as x in any case.
 bool may_be_recomputed(const LayerConfig& config) {

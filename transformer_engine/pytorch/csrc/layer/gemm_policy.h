@@ -65,8 +65,8 @@ class TE_EXPORT GemmPolicy {
   virtual std::shared_ptr<const GemmPolicy> with_scales(at::TensorList used) const { return nullptr; }
   // The scales of the forward's operand that recomputing it needs: those of a whole tensor, or of a whole group.
   virtual std::vector<Tensor> used_scales(const Operand& operand) const;
-  // The counters of an operand whose rows are in groups that the device knows, as the forward saves it; none: all rows
-  // are live.
+  // The counters of an operand as the forward saves it, where the sizes of groups of rows are on the device; none: all
+  // rows are live.
   virtual LiveCounters live_counters(const Operand& kept) const { return {}; }
   // The gradients of the biases where no weight wants one. sums: the column sums, if they are known.
   virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& sums) const;

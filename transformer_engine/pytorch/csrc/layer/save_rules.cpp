@@ -18,6 +18,17 @@ Operand weight_values(const DispatchMode& dispatch, const Tensor& parameter, con
   return read.quantized() && values ? Operand{parameter, {}} : read;
 }
 
+// Of the layer, or of the group of a stash, which counts the rows of a matrix alone.
+LiveCounters live_counters(const DispatchMode& dispatch, const SaveContext& save, const LayerConfig& config,
+                           const Tensor& x, const Operand& operand) {
+  const LiveGroup& group = live_group();
+  if (!group.open || !save.serves_a_graph() || !dispatch.direct()) return {};
+  LiveCounters live = config.gemm_policy->live_counters(operand);
+  const bool counted = group.tokens.has_value() && x.dim() == 2 && x.device() == group.tokens->device();
+  if (!live.rows.defined() && counted) live = {*group.tokens, {}, true};
+  return live;
+}
+
 // A row of the table: tensors, operands, or what a prologue or an epilogue saves, kept under a name (or reported as
 // recomputed) if the condition holds.
 struct SaveRule {
@@ -78,8 +89,7 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
   const QuantizeUsage read = kept_usage(q), read_twice{true, read.columnwise};
   const SavedInfo operand_info = saved_info(prologue.operand_info(), q), parameter = saved_info(kParameter, q);
 
-  const bool announces = save.serves_a_graph() && dispatch.direct() && in_live_group();
-  save.set_live(announces ? config.gemm_policy->live_counters(operand) : LiveCounters{});
+  save.set_live(live_counters(dispatch, save, config, in.prologue.x, operand));
 
   constexpr SaveMode kKeep = SaveMode::kSave;
   const SaveRule rules[] = {

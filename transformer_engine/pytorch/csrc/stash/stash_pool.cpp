@@ -78,6 +78,8 @@ StashGroup::StashGroup(std::shared_ptr<StashPool> pool, const StashSegments& seg
       positions_.emplace_back(sizes_.size(), r.offset);
       te_stash_member& member = members_.emplace_back(stash_member_of(r.rows, r.row_bytes, r.unit_rows, tail));
       if (r.panels) member.tile_units = 1;  // a panel is 128 rows
+      member.repeats = r.repeats;
+      member.pitch = r.pitch;
       member.counter = r.counter.data_ptr();
       member.behind = r.trailing_units();
       member.counter_bytes = int32_t(r.counter.element_size());

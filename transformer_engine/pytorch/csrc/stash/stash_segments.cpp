@@ -48,6 +48,7 @@ void register_stash_segments(py::module_& m) {
       .def_readonly("rows", &StashRegion::rows)
       .def_readonly("row_bytes", &StashRegion::row_bytes)
       .def_readonly("unit_rows", &StashRegion::unit_rows)
+      .def_readonly("repeats", &StashRegion::repeats)
       .def_property_readonly("trailing_units", &StashRegion::trailing_units)
       .def_readonly("counter", &StashRegion::counter);
   py::class_<StashSegment, std::shared_ptr<StashSegment>>(m, "StashSegment")

@@ -15,12 +15,13 @@ namespace te_torch {
 
 uint32_t version_of(const Tensor& t);  // 0 in inference mode, where torch tracks no versions
 
-// Rows of row_bytes, stored one after the other from `offset` on, in bytes of a segment's memory.
+// Rows of row_bytes, stored one after the other from `offset` on, in bytes of a segment's memory; `repeats` times, each
+// `pitch` bytes after the one before.
 struct StashRegion {
   // Remembers the counter's version.
   StashRegion(int64_t start, int64_t row_count, int64_t bytes, int64_t unit, const Tensor& live_counter);
 
-  int64_t end() const { return offset + rows * row_bytes; }
+  int64_t end() const { return offset + (repeats - 1) * pitch + rows * row_bytes; }
   bool is_counted_by(const Tensor& other) const;
   // The same rows are counted by `other` too: those of the larger count are live, which the device computes.
   void count_also(const Tensor& other);
@@ -29,7 +30,8 @@ struct StashRegion {
 
   int64_t offset, rows, row_bytes, unit_rows;
   int64_t trailing_rows = 0;  // rows behind the live ones that are copied too (autograd/trailing_rows.h)
-  bool panels = false;        // a unit is a panel of 128 rows of tokens
+  int64_t repeats = 1, pitch = 0;
+  bool panels = false;  // a unit is a panel of 128 rows of tokens
   Tensor counter;
   int64_t counter_version;
   std::vector<Tensor> counters = {};  // of which `counter` is the largest, where there are several

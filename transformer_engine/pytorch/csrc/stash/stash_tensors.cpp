@@ -116,14 +116,15 @@ void StashTensors::warn_if_uncounted(const Tensor& t) const {
       "PagedStash: group ", std::string(py::repr(name_)), " keeps all rows of '", found.name, "' of ", found.node, ", ",
       name_of(t.scalar_type()), " ", t.sizes(), ", ", t.nbytes(),
       " bytes, because no counter on the device applies to its first dimension. Matrices of tokens need counts in "
-      "group(), or sizes on the device in GroupedLinear; FP8 data by columns and scales by rows have a counter in "
-      "GroupedLinear's panels alone. Other tensors of this stash get no warning.");
+      "group(), or sizes on the device in GroupedLinear; FP8 data by columns have a counter in GroupedLinear's panels "
+      "alone. Other tensors of this stash get no warning.");
   if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw py::error_already_set();
 }
 
 void StashTensors::check_rows(const Tensor& t, const LiveRows& live) {
-  const int64_t rows = t.size(0);
-  if (counts_.has_value() && live.counter.data_ptr() == counts_->data_ptr() && AnnouncedRows::of(t) != nullptr) {
+  const int64_t rows = t.size(live.units == LiveUnits::kColumns ? 1 : 0);
+  if (live.units == LiveUnits::kRows && counts_.has_value() && live.counter.data_ptr() == counts_->data_ptr() &&
+      AnnouncedRows::of(t) != nullptr) {
     if (rows_.value_or(rows) != rows) {
       refuse("tensors of ", *rows_, " rows and of ", rows,
              ", but its counts apply to one number of rows. Open one group for each number of rows, or declare the "
@@ -166,10 +167,12 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
     }
     counter = wide;
   }
-  const int64_t rows = t.size(0), row_bytes = int64_t(t.nbytes()) / rows;
+  const bool columns = live.units == LiveUnits::kColumns;
+  const int64_t rows = t.size(columns ? 1 : 0), repeats = columns ? t.size(0) : 1;
+  const int64_t row_bytes = int64_t(t.nbytes()) / (rows * repeats);
   if (enclosing != nullptr) {
-    const bool alike =
-        enclosing->offset == start && enclosing->unit_rows * enclosing->row_bytes == live.unit_rows * row_bytes;
+    const bool alike = enclosing->offset == start && enclosing->repeats == repeats &&
+                       enclosing->unit_rows * enclosing->row_bytes == live.unit_rows * row_bytes;
     if (alike && enclosing->is_counted_by(counter)) return;
     if (alike && enclosing->end() == end) return enclosing->count_also(counter);
     refuse("a tensor ", t.sizes(),
@@ -187,7 +190,9 @@ void StashTensors::add_region(StashSegment& segment, const SaveRequest& request)
   }
   StashRegion& region = segment.regions.emplace_back(start, rows, row_bytes, live.unit_rows, counter);
   region.trailing_rows = trailing;
-  region.panels = live.panels;
+  region.repeats = repeats;
+  region.pitch = rows * row_bytes;
+  region.panels = live.units == LiveUnits::kPanels;
 }
 
 void StashTensors::release_one() {
