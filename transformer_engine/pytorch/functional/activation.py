@@ -22,3 +22,15 @@ def activation(x: torch.Tensor, kind: str, params: Sequence[float] = ()) -> torc
     if torch.compiler.is_compiling():
         return torch.ops.te.activation(x, kind, list(params))
     return _C.activation(x, kind, list(params))
+
+
+def scaled_activation(x: torch.Tensor, scale: torch.Tensor, kind: str, params: Sequence[float] = ()) -> torch.Tensor:
+    """y[r] = act(x[r]) * scale[r] for each row r: activation(x) * scale.unsqueeze(-1) in x's dtype, to the same bits.
+
+    Shapes: x as in activation, scale x.shape[:-1]. Dtypes: x as in activation, scale float32 or x's dtype.
+    Saves: x and scale. The gradient of scale is a row's sum of dy * act(x), in float32 in a fixed order.
+    Errors: as activation; ValueError for a scale whose shape, dtype or device does not fit.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.te.scaled_activation(x, scale, kind, list(params))
+    return _C.scaled_activation(x, scale, kind, list(params))

@@ -43,6 +43,23 @@ TE_API te_status te_activation_forward(int kind, te_activation_params params, te
 TE_API te_status te_activation_backward(int kind, te_activation_params params, te_tensor dy, te_tensor x, te_tensor dx,
                                         te_tensor y, te_stream stream);
 
+/* ---- with a scale for each row ----
+ * y[r] = act(x[r]) * scale[r] for the live rows r < n: the activation is rounded to x's dtype, as te_activation_forward
+ * stores it, then multiplied in float32 and rounded again. n is the int32 in `live`, cut to x's rows, or all rows if
+ * `live` is absent (data NULL). Other rows of every tensor are neither read nor written.
+ * Shapes. x, y, dy, dx as above; scale and dscale [1, rows]; live [1, 1], on x's device.
+ * Dtypes. scale: float32 or x's dtype; dscale: that of scale.
+ * FP8 results: quantize y and dx, by groups with te_grouped_quantize. */
+TE_API te_status te_activation_scaled_forward(int kind, te_activation_params params, te_tensor x, te_tensor scale,
+                                              te_tensor live, te_tensor y, te_stream stream);
+
+/* dx is te_activation_backward of round(dy[r] * scale[r]) in x's dtype. dscale[r], unless absent: the sum over the row
+ * of dy * act(x) (as rounded) in float32 in a fixed order, rounded once. y, unless absent: the forward's output with
+ * the same bits. */
+TE_API te_status te_activation_scaled_backward(int kind, te_activation_params params, te_tensor dy, te_tensor x,
+                                               te_tensor scale, te_tensor live, te_tensor dx, te_tensor dscale,
+                                               te_tensor y, te_stream stream);
+
 /* ---- fused quantization to FP8 (plans and scales: transformer_engine/quantize.h) ----
  * Values are rounded to x's dtype first: the bytes, scales and amaxes are those of te_activation_forward or _backward
  * followed by te_quantize, without the intermediate tensor. */

@@ -26,6 +26,17 @@ std::pair<Quantized, Quantized> activation_bwd_quantize(const Tensor& dy, const 
                                                         const QuantizeSpec& y_spec, const Tensor& y_used_scales,
                                                         QuantizeUsage y_directions);
 
+// With a scale for each row (transformer_engine/activation.h): y[r] = act(x[r]) * scale[r]. scale has x's leading
+// dimensions. live: one int32 that counts the rows from the first on that are read and written; rows of y after them
+// are undefined.
+Tensor scaled_activation_fwd(const Tensor& x, const Tensor& scale, const OptionalTensor& live, std::string_view kind,
+                             at::ArrayRef<double> params);
+// (dx, dscale, y). dx and y are undefined after the live rows, dscale is 0 there; dscale and y are empty if they are
+// not wanted.
+std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                                         const OptionalTensor& live, std::string_view kind,
+                                                         at::ArrayRef<double> params, bool wants_dscale, bool emit);
+
 // Shared by the files of this binding.
 struct ActivationKind {
   int number;
