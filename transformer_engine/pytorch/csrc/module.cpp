@@ -68,6 +68,7 @@
 #define TE_OPS(X)         \
   X(activation)           \
   X(activation_quantize)  \
+  X(activation_scaled)    \
   X(comm)                 \
   X(cross_entropy)        \
   X(linear_cross_entropy) \
@@ -84,6 +85,7 @@
 #define TE_LAYER(X) \
   X(tp_comm_group)  \
   X(grouped_linear) \
+  X(grouped_mlp)    \
   X(layernorm_mlp)  \
   X(linear)
 

@@ -8,13 +8,13 @@ endif()
 set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
 # A group a line, of files that belong together; a file that no line names is compiled by itself.
 foreach(group IN ITEMS
-    "ops/activation;ops/activation_quantize"
+    "ops/activation;ops/activation_quantize;ops/activation_scaled"
     "ops/normalization;ops/normalization_quantize"
     "ops/cross_entropy;ops/linear_cross_entropy"
     "ops/permute;ops/permute_kernels"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"
-    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped;layer/grouping"
+    "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped;layer/grouping;layer/grouped_call"
     "gemm/gemm_fp8;gemm/grouped_gemm;gemm/grouped_gemm_fp8;core/grouped_operands"
     "quantize/quantize;quantize/list_quantize;quantize/quantize_range;quantize/quantizer"
     "stash/stash;stash/stash_calls;stash/stash_streams;stash/stash_pool;stash/stash_segments;stash/stash_tensors"

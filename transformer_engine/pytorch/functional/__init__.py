@@ -2,11 +2,12 @@
 torch.ops.te.<op>, the same C++ function with a schema. Besides, only tensor/engine.py, which quantizes tensors,
 chooses between the two."""
 
-from transformer_engine.pytorch.functional.activation import activation, activation_kinds
+from transformer_engine.pytorch.functional.activation import activation, activation_kinds, scaled_activation
 from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum
 from transformer_engine.pytorch.functional.cross_entropy import cross_entropy, fused_linear_cross_entropy
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
 from transformer_engine.pytorch.functional.grouped_linear import grouped_linear, grouped_offsets
+from transformer_engine.pytorch.functional.grouped_mlp import grouped_mlp
 from transformer_engine.pytorch.functional.linear import (
     activation_linear,
     layernorm_mlp,
@@ -53,6 +54,7 @@ __all__ = [
     "gemm",
     "gemm_accumulate",
     "grouped_linear",
+    "grouped_mlp",
     "grouped_offsets",
     "layernorm_mlp",
     "linear",
@@ -81,5 +83,6 @@ __all__ = [
     "router_aux_loss",
     "router_scores",
     "router_topk",
+    "scaled_activation",
     "unpermute",
 ]

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from transformer_engine.pytorch._internal.arguments import check_function, check
 from transformer_engine.pytorch._internal.compiling import refuse as refuse_recipe
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
+from transformer_engine.pytorch.functional.linear import TracedGradAccumulator
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
 from transformer_engine.pytorch.module.config import ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
@@ -27,6 +29,17 @@ from transformer_engine.pytorch.quantization.checkpoint import te_state
 from transformer_engine.pytorch.quantization.module.primary_weights import plain
 from transformer_engine.pytorch.quantization.state.autocast_state import THREAD, current_state
 from transformer_engine.pytorch.tensor import QuantizedTensor
+
+
+class GroupedCall(NamedTuple):
+    """A module's arguments of functional.grouped_linear, by its names."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    grad_accumulator: _C.GradAccumulator | TracedGradAccumulator | None
+    quantizations: list
+    own_weights: list[_C.Quantized]
+
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # marks of clients on parameters: no tensors, no functions
 
@@ -194,34 +207,41 @@ class GroupedLinear(TransformerEngineBaseModule):
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is not None and not torch.compiler.is_compiling():  # the traced form refuses buffers
                 check_buffer(op, name, buffer, inp, width, self._result_dtype(inp))
+        call = self.call_of(inp, splits, is_first_microbatch)
+        try:
+            result = functional.grouped_linear(
+                inp,
+                call.weights,
+                call.biases if self.apply_bias else (),
+                splits=splits.host,
+                offsets=splits.offsets,
+                grad_accumulator=call.grad_accumulator,
+                quantizations=call.quantizations,
+                own_weights=call.own_weights,
+                keep_input=keeps_input(self, len(call.quantizations) > 0),
+                out=out,
+                dgrad_out=dgrad_out,
+            )
+        except ValueError as error:
+            raise_for_module(error, op, inp, self.in_features, "weight0", call.weights[0])
+            raise
+        if call.quantizations:
+            self.runtime.quantization.follow(result)
+        elif self.runtime.quantization.fp8_calibration:
+            self._calibrate_groups(inp, call.weights, splits)
+        return (result, call.biases or None) if self.return_bias else result
+
+    def call_of(self, inp: torch.Tensor, splits: Splits, is_first_microbatch: bool | None) -> GroupedCall:
+        """The arguments of a call besides its rows. If they have quantizations, quantization.follow(output) comes
+        after the call."""
         if splits.offsets is not None and inp.is_cuda and current_state().enabled:  # before a quantizer writes an amax
             self._check_dtype(inp)
         (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
         quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
         if not quantizations and not all_plain:
             weights = [weight if type(weight) is torch.nn.Parameter else plain(weight) for weight in weights]
-        try:
-            result = functional.grouped_linear(
-                inp,
-                weights,
-                biases if self.apply_bias else (),
-                splits=splits.host,
-                offsets=splits.offsets,
-                grad_accumulator=self.runtime.grad_accumulator(self, "", is_first_microbatch),
-                quantizations=quantizations,
-                own_weights=own_weights,
-                keep_input=keeps_input(self, len(quantizations) > 0),
-                out=out,
-                dgrad_out=dgrad_out,
-            )
-        except ValueError as error:
-            raise_for_module(error, op, inp, self.in_features, "weight0", weights[0])
-            raise
-        if quantizations:
-            self.runtime.quantization.follow(result)
-        elif self.runtime.quantization.fp8_calibration:
-            self._calibrate_groups(inp, weights, splits)
-        return (result, biases or None) if self.return_bias else result
+        grad_accumulator = self.runtime.grad_accumulator(self, "", is_first_microbatch)
+        return GroupedCall(weights, biases, grad_accumulator, quantizations, own_weights)
 
     def _parameters_of(self, names: list[str]) -> tuple[list[torch.Tensor], bool]:
         """The parameters, and whether all are plain: no subclass, and none that a parametrization computes."""

@@ -225,7 +225,8 @@ class DeviceGroups final : public GemmPolicy {
   // Rows of no group have no part in a scale, so that quantizing the same rows again finds it. Delayed scaling alone
   // may have another one by then.
   std::vector<Tensor> used_scales(const Operand&) const override {
-    if (grouping_.quantizations[0]->x.spec.kind != QuantizeSpec::kDelayed) return {};  // that of all groups
+    const auto& quantizations = grouping_.quantizations;  // of one kind
+    if (quantizations.empty() || quantizations[0]->x.spec.kind != QuantizeSpec::kDelayed) return {};
     std::vector<Tensor> scales;
     for (const Quantization& q : grouping_.quantizations) scales.push_back(q->x.scale);
     return {at::cat(scales)};

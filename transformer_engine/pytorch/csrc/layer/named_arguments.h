@@ -25,6 +25,16 @@ constexpr int layer_of_weight(int name) {
              : -1;
 }
 
+// The layer and the own name of a prologue's tensor; {-1, 0} for any other.
+struct PrologueName {
+  int layer_idx, own;
+};
+constexpr PrologueName prologue_name(int name) {
+  const int per_layer = weight_of(1) - weight_of(0),
+            own = name < kFirstWeight ? -1 : (name - kFirstWeight) % per_layer - 1;
+  return own >= 0 && own < kOwnNames ? PrologueName{(name - kFirstWeight) / per_layer, own} : PrologueName{-1, 0};
+}
+
 // Those of one prologue or epilogue, among all.
 class OwnTensors {
  public:

@@ -58,17 +58,20 @@ variable_list run_inference(const LayerArgs& call) {
   return LayerChain::forward<Mode>(state, nothing, tensors_of(call), call);
 }
 
-// The call's tensors, but not the weights whose FP8 copies the module hands over: these serve autograd alone.
+// The call's tensors with their names, but not the weights whose FP8 copies the module hands over: these serve autograd
+// alone.
 template <class Visit>
 void visit_tensors(LayerArgs& call, Visit&& visit) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
-    const int layer_idx = layer_of_weight(call.arguments.labels()[i].name);
-    if (layer_idx < 0 || call.own_weights[size_t(layer_idx)].empty()) visit(call.arguments.tensors()[i]);
+    const int name = call.arguments.labels()[i].name, layer_idx = layer_of_weight(name);
+    if (layer_idx < 0 || call.own_weights[size_t(layer_idx)].empty()) visit(name, call.arguments.tensors()[i]);
   }
 }
 
 inline void autocast_all(LayerArgs& call) {
-  visit_tensors(call, [](Tensor& t) {
+  visit_tensors(call, [&](int name, Tensor& t) {
+    const PrologueName in = prologue_name(name);
+    if (in.layer_idx >= 0 && !call.layers[size_t(in.layer_idx)].prologue->is_cast(in.own)) return;
     if (at::autocast::is_autocast_enabled(t.device().type())) t = te_torch::autocast(t);
   });
 }
@@ -162,7 +165,7 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
     LayerArgs call = kPack(detail::for_pack(given)...);
     const bool beyond_schema = extra(call);
     c10::SmallVector<const Tensor*, 8> tensors;
-    visit_tensors(call, [&](const Tensor& t) { tensors.push_back(&t); });
+    visit_tensors(call, [&](int, const Tensor& t) { tensors.push_back(&t); });
     if (must_dispatch(tensors)) {
       refuse_grad_accumulator(beyond_schema, name);
       if (call.return_input && sees_inner_ops(call, tensors)) {

@@ -66,6 +66,8 @@ class TE_EXPORT Prologue {
   virtual bool reads_input() const = 0;
   // Whether backward() recomputes the operand at almost no cost: the operand is not saved then.
   virtual bool recomputes_operand() const { return false; }
+  // Whether autocast casts its tensor of that name, if it is of a floating dtype.
+  virtual bool is_cast(int own) const { return true; }
 
   virtual PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
                                  QuantizeUsage usage, bool want_output) const = 0;
@@ -84,6 +86,13 @@ namespace norm {
 enum Own : int { kResidual, kGamma, kBeta, kMean, kRstd };
 }
 TE_EXPORT ProloguePtr norm_prologue(double eps, bool rms, bool zero_centered_gamma);
+// The name of the scale of each row.
+namespace row_scale {
+enum Own : int { kScale };
+}
+// live: one int32 on the device, the rows from the first on that hold data; none: all rows.
+TE_EXPORT ProloguePtr scaled_activation_prologue(std::string_view kind, at::ArrayRef<double> params,
+                                                 OptionalTensor live);
 TE_EXPORT ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params);
 
 // Whether a kernel may write FP8 directly. Traced calls and quantizers written in Python quantize its plain result, to

@@ -1,4 +1,5 @@
-// An activation as a prologue. Its backward recomputes the activation, so that is never kept.
+// An activation as a prologue, also one whose rows are multiplied by a scale each. Their backward recomputes the
+// activation, so that is never kept.
 #include "layer/prologue.h"
 #include "ops/activation.h"
 
@@ -65,7 +66,69 @@ class Activation final : public Prologue {
   std::vector<double> params_;
 };
 
+constexpr SavedInfo kGroupedPreActivation{"pre-activation", "the activation's backward reads it and recomputes it",
+                                          "the first product", true};
+constexpr SavedInfo kScaledActivation{"scaled activation", "the weight's gradient is taken with it",
+                                      "nothing beside the activation's backward, which recomputes it", true};
+constexpr SavedInfo kRowScale{"row scale", "the activation's gradient is multiplied by it", kCallers, true};
+
+// No kernel writes its FP8 result directly: the operand is quantized after it.
+class ScaledActivation final : public Prologue {
+ public:
+  ScaledActivation(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live)
+      : kind_(kind), params_(params.vec()), live_(std::move(live)) {}
+
+  const SavedInfo& input_info() const override { return kGroupedPreActivation; }
+  const SavedInfo& operand_info() const override { return kScaledActivation; }
+  bool reads_input() const override { return true; }
+  bool recomputes_operand() const override { return true; }
+  bool is_cast(int own) const override { return own != row_scale::kScale; }
+
+  PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
+                         QuantizeUsage usage, bool) const override {
+    const Tensor& scale = in.tensors[row_scale::kScale];
+    return {operand_of(dispatch, quantizer, value(dispatch, in.x, scale), usage),
+            in.x,
+            {},
+            {{row_scale::kScale, scale, &kRowScale, true}}};
+  }
+
+  Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,
+                    const Quantizer* quantizer) const override {
+    return recomputed_operand(dispatch, quantizer, saved.used_scales,
+                              value(dispatch, saved.input, saved.tensors[row_scale::kScale]), {false, true});
+  }
+
+  PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
+                            const PrologueGradient& g) const override {
+    PrologueBackward back;
+    const bool wants_scale = g.wanted[row_scale::kScale];
+    auto [dx, dscale, y] = dispatch.call<scaled_activation_bwd>("te::scaled_activation_bwd", g.d_operand, saved.input,
+                                                                saved.tensors[row_scale::kScale], live_, kind(),
+                                                                params(), wants_scale, g.wants_operand);
+    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.wants_next_sums ? &back.dx_sums : nullptr);
+    if (g.wants_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
+    if (wants_scale) back.gradients.emplace_back(row_scale::kScale, std::move(dscale));
+    return back;
+  }
+
+ private:
+  std::string_view kind() const { return kind_; }
+  at::ArrayRef<double> params() const { return params_; }
+  Tensor value(const DispatchMode& dispatch, const Tensor& x, const Tensor& scale) const {
+    return dispatch.call<scaled_activation_fwd>("te::scaled_activation_fwd", x, scale, live_, kind(), params());
+  }
+
+  std::string kind_;
+  std::vector<double> params_;
+  OptionalTensor live_;
+};
+
 }  // namespace
+
+ProloguePtr scaled_activation_prologue(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live) {
+  return std::make_shared<ScaledActivation>(kind, params, std::move(live));
+}
 
 ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params) {
   return std::make_shared<Activation>(kind, params);

@@ -1,0 +1,39 @@
+// Functions that the ops over groups of rows (grouped_linear.cpp, grouped_mlp.cpp) share: checks of arguments, a layer
+// of such a call, and the arguments of eager Python that no schema has.
+#pragma once
+
+#include "layer/grouping.h"
+#include "layer/layer.h"
+
+namespace te_torch::layer {
+
+// Raises ValueError unless there is a weight of one shape for each group, no biases or as many, and splits that add up
+// to x's rows where there are no offsets.
+void check_groups(const char* op, const Tensor& x, const char* weights_name, at::TensorList weights,
+                  at::TensorList biases, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits);
+
+// Adds the weights and biases to the arguments, and sets up layer number layer_idx for them.
+void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::TensorList weights, at::TensorList biases,
+                       const OptionalTensor& offsets, at::ArrayRef<int64_t> splits, at::ArrayRef<int64_t> quantization);
+
+using GroupQuantizations = std::vector<std::shared_ptr<ProductQuantization>>;
+
+// Arguments of a layer from eager Python: in place of the schema's integers, and beside them.
+struct GroupedHandles {
+  GradAccumulatorPtr grad_accumulator;
+  const GroupQuantizations& quantizations;    // none, one for all, or one for each group
+  const std::vector<Quantized>& own_weights;  // none, or one for each group
+  const OptionalTensor& out;
+  const OptionalTensor& dgrad_out;
+
+  std::vector<int64_t> spec() const {
+    return quantizations.empty() ? std::vector<int64_t>() : quantizations[0]->pack();
+  }
+  bool fits_schema() const { return quantizations.size() < 2 && !out.has_value() && !dgrad_out.has_value(); }
+};
+
+// Gives layer number layer_idx what its handles hold. Returns whether one of them is not in the schema.
+bool add_handles(LayerArgs& call, size_t layer_idx, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
+                 const GroupedHandles& handles);
+
+}  // namespace te_torch::layer

@@ -1,0 +1,114 @@
+// grouped_mlp is two layers with a weight for each group of rows as one node: before the second GEMM an activation,
+// whose rows may be multiplied by a scale each. This file has its schema and the Python entry.
+// - Of rows that belong to no group nothing is read; the node's output, x's gradient and the scale's are zero there.
+#include "core/op_registration.h"
+#include "layer/grouped_call.h"
+#include "layer/op_registration.h"
+#include "ops/activation.h"
+
+namespace te_torch {
+
+namespace layer {
+
+namespace {
+
+struct GroupedMlpChain : LayerChain {
+  static constexpr const char* kName = "grouped_mlp";
+  static constexpr bool kManyLeaves = true;
+};
+
+void check_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2, const OptionalTensor& offsets,
+               bool gated) {
+  constexpr const char* op = GroupedMlpChain::kName;
+  TORCH_CHECK_VALUE(x.dim() == 2, op, ": argument 'x' has shape ", x.sym_sizes(), ", wanted [rows, in_features].");
+  TORCH_CHECK_VALUE(weights1.size() == weights2.size(), op, ": arguments 'weights1' and 'weights2' have ",
+                    weights1.size(), " and ", weights2.size(), " tensors, wanted one each for each group.");
+  const Tensor &first = weights1[0], &second = weights2[0];
+  TORCH_CHECK_VALUE(first.dim() == 2 && second.dim() == 2 && first.sym_size(1) == x.sym_size(1) &&
+                        first.sym_size(0) == second.sym_size(1) * (gated ? 2 : 1),
+                    op, ": arguments 'weights1' and 'weights2' have tensors of shapes ", first.sym_sizes(), " and ",
+                    second.sym_sizes(), ", wanted [", gated ? "2 * " : "", "hidden, ", x.sym_size(1),
+                    "], x's features last, and [out_features, hidden].");
+  if (!offsets.has_value()) return;
+  TORCH_CHECK_VALUE(
+      offsets->dim() == 1 && offsets->sym_size(0) == int64_t(weights1.size()) + 1 && offsets->scalar_type() == at::kInt,
+      op, ": argument 'offsets' is ", offsets->scalar_type(), " ", offsets->sym_sizes(), ", wanted int32 [",
+      weights1.size() + 1, "], the result of grouped_offsets().");
+}
+
+LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2,
+                           const OptionalTensor& row_scale, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits,
+                           std::string_view kind, at::ArrayRef<double> params, bool keep_input, bool fp8_pre_activation,
+                           at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization) {
+  constexpr const char* op = GroupedMlpChain::kName;
+  check_groups(op, x, "weights1", weights1, {}, offsets, splits);
+  check_groups(op, x, "weights2", weights2, {}, offsets, splits);
+  check_mlp(x, weights1, weights2, offsets, activation_kind(kind).gated);
+  LayerArgs call;
+  call.layers.resize(2);
+  call.own_weights.resize(2);
+  call.arguments.reserve(2 + 2 * weights1.size());
+  call.arguments.add(kX, x);
+  add_grouped_layer(call, 0, op, weights1, {}, offsets, splits, fc1_quantization);
+  LayerConfig& fc2 = call.layers[1];
+  if (row_scale.has_value()) {
+    OptionalTensor live;
+    if (offsets.has_value()) live = offsets->narrow(0, int64_t(weights1.size()), 1);
+    fc2.prologue = scaled_activation_prologue(kind, params, std::move(live));
+    call.arguments.add(prologue_of(1, row_scale::kScale), *row_scale);
+  } else {
+    fc2.prologue = activation_prologue(kind, params);
+  }
+  add_grouped_layer(call, 1, op, weights2, {}, offsets, splits, fc2_quantization);
+  if (keep_input) call.layers[0].operand = SaveMode::kRecompute;  // x is kept as it is, and quantized again
+  fc2.input_in_fp8 = fp8_pre_activation;
+  return call;
+}
+
+Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
+
+using GroupedMlp = Op<GroupedMlpChain, &pack_grouped_mlp, &one>;
+using GroupedMlpMainGrad = MainGradOp<GroupedMlpChain, &pack_grouped_mlp, &one>::type;
+
+// Of both layers, as Python hands them over.
+using Accumulators = std::array<GradAccumulatorPtr, 2>;
+using Quantizations = std::array<GroupQuantizations, 2>;
+using OwnWeights = std::array<std::vector<Quantized>, 2>;
+
+Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const std::vector<Tensor>& weights2,
+                   const OptionalTensor& row_scale, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
+                   const std::string& kind, const std::vector<double>& params, bool keep_input, bool fp8_pre_activation,
+                   const Accumulators& accumulators, const Quantizations& quantizations,
+                   const OwnWeights& own_weights) {
+  const OptionalTensor none;
+  const GroupedHandles fc1{accumulators[0], quantizations[0], own_weights[0], none, none};
+  const GroupedHandles fc2{accumulators[1], quantizations[1], own_weights[1], none, none};
+  TORCH_CHECK_NOT_IMPLEMENTED((fc1.fits_schema() && fc2.fits_schema()) || !must_dispatch({&x}),
+                              "grouped_mlp: quantizers that differ from group to group work on plain tensors in eager "
+                              "mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them out "
+                              "there.");
+  const auto extra = [&](LayerArgs& call) {
+    const bool first = add_handles(call, 0, offsets, splits, fc1);
+    return add_handles(call, 1, offsets, splits, fc2) || first;
+  };
+  return GroupedMlp::eager("te::grouped_mlp", extra, x, at::TensorList(weights1), at::TensorList(weights2), row_scale,
+                           offsets, at::ArrayRef<int64_t>(splits), std::string_view(kind), at::ArrayRef<double>(params),
+                           keep_input, fp8_pre_activation, fc1, fc2);
+}
+
+}  // namespace
+
+#define TE_GROUPED_MLP                                                                                  \
+  "(Tensor x, Tensor[] weights1, Tensor[] weights2, Tensor? row_scale, Tensor? offsets, int[] splits, " \
+  "str kind, float[] params, bool keep_input, bool fp8_pre_activation, int[] fc1_quantization, "        \
+  "int[] fc2_quantization"
+
+}  // namespace layer
+
+TE_OP_REGISTRATION(grouped_mlp, ops) {
+  using namespace layer;
+  ops.op("grouped_mlp" TE_GROUPED_MLP ") -> Tensor").chain<GroupedMlp>().python(layer::grouped_mlp);
+  ops.op("grouped_mlp.main_grad" TE_GROUPED_MLP TE_MAIN_GRADS ") -> Tensor").chain<GroupedMlpMainGrad>();
+}
+
+}  // namespace te_torch

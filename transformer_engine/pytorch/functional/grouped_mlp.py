@@ -1,0 +1,54 @@
+"""Two linear products of rows in groups with an activation between them, the experts of a mixture, as one function.
+Nothing is sorted or sent: the caller orders the rows by groups."""
+
+from collections.abc import Sequence
+
+import torch
+
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional.linear import TracedGradAccumulator, _spec, _traced
+
+Accumulator = _C.GradAccumulator | TracedGradAccumulator | None
+Quantizations = Sequence[_C.ProductQuantization] | list[int]
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights1: Sequence[torch.Tensor],
+    weights2: Sequence[torch.Tensor],
+    row_scale: torch.Tensor | None = None,
+    *,
+    splits: Sequence[int] = (),
+    kind: str = "swiglu",
+    params: Sequence[float] = (),
+    keep_input: bool = False,
+    fp8_pre_activation: bool = False,
+    grad_accumulators: tuple[Accumulator, Accumulator] = (None, None),
+    quantizations: tuple[Quantizations, Quantizations] = ((), ()),
+    own_weights: tuple[Sequence[_C.Quantized], Sequence[_C.Quantized]] = ((), ()),
+) -> torch.Tensor:
+    """y[rows of g] = (act(x[rows of g] weights1[g]^T) * row_scale[rows of g]) weights2[g]^T, for consecutive groups of
+    rows, as one autograd node: grouped_linear, scaled_activation, grouped_linear, to the same bits.
+
+    offsets: the result of grouped_offsets(). x and row_scale are not read in rows of no group; y, and the gradients of
+    both, are zero there. splits, with offsets None: the number of rows of each group, adding up to x's.
+    Shapes: x [rows, in_features], weights1 [hidden, in_features] each ([2 hidden, in_features] for a gated kind),
+    weights2 [out_features, hidden] each, row_scale [rows]. Dtypes: as grouped_linear; row_scale float32 or x's dtype.
+    kind, params: as activation. keep_input, grad_accumulators, quantizations, own_weights: as grouped_linear, of the
+    first and the second product.
+    Saves: x, the pre-activation (rows of weights1's width), row_scale and the weights. The activation is computed
+    again. fp8_pre_activation: the pre-activation as E4M3 in blocks of 1 x 128; the backward computes the activation and
+    its gradient from these values.
+    Errors: ValueError naming the argument; NotImplementedError as grouped_linear.
+    """
+    options = (kind, list(params), keep_input, fp8_pre_activation)
+    if torch.compiler.is_compiling():
+        integers = [_spec(one if isinstance(one, list) else None) for one in quantizations]
+        arguments = (x, list(weights1), list(weights2), row_scale, offsets, list(splits), *options, *integers)
+        leaves = [next((w for w in weights if w.requires_grad), weights[0]) for weights in (weights1, weights2)]
+        products = zip(leaves, grad_accumulators, strict=True)
+        return _traced("grouped_mlp", torch.ops.te.grouped_mlp, arguments, *products)
+    return _C.grouped_mlp(
+        x, weights1, weights2, row_scale, offsets, splits, *options, grad_accumulators, quantizations, own_weights
+    )
