@@ -20,7 +20,7 @@ LAYERS = {
     "base": "common _internal functional constants flops jit torch_version debug utils verdict",
     "data": "tensor saved distributed",
     "numerics": "quantization",
-    "modules": "module attention ops optimizers cross_entropy cpp_extensions transformer newton_schulz permutation "
+    "modules": "module attention moe ops optimizers cross_entropy cpp_extensions transformer newton_schulz permutation "
     "router export",
     "systems": "graph stash cpu_offload data_parallel probe",
     "faces": "compat pytorch doctor bench transformer_engine",

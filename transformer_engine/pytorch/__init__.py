@@ -10,6 +10,7 @@ from transformer_engine.pytorch import cpp_extensions as cpp_extensions
 from transformer_engine.pytorch import flops as flops
 from transformer_engine.pytorch import functional as functional
 from transformer_engine.pytorch import jit as jit
+from transformer_engine.pytorch import moe as moe
 from transformer_engine.pytorch import ops as ops
 from transformer_engine.pytorch import optimizers as optimizers
 from transformer_engine.pytorch import router as router
@@ -41,6 +42,7 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear a
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear as Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as RMSNorm
+from transformer_engine.pytorch.moe.moe_mlp import MoEMLP as MoEMLP
 from transformer_engine.pytorch.newton_schulz import CusolverMpCtx as CusolverMpCtx
 from transformer_engine.pytorch.newton_schulz import newton_schulz as newton_schulz
 from transformer_engine.pytorch.permutation import moe_permute as moe_permute

@@ -1,0 +1,58 @@
+# Helpers of the suites of the mixture's modules: recipes, steps, and a twin whose parts run one after the other.
+import copy
+
+import torch
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as R
+
+RECIPES = {
+    "none": None,
+    "delayed": lambda: R.DelayedScaling(amax_history_len=4),
+    "current": R.Float8CurrentScaling,
+    "block": R.Float8BlockScaling,
+}
+HIDDEN, FFN = 32, 48
+
+
+def recipe_of(name):
+    return RECIPES[name] and RECIPES[name]()
+
+
+def give_main_grads(*modules):
+    for module in modules:
+        for p in module.parameters():
+            p.main_grad = torch.full(p.shape, 0.5, dtype=torch.float32, device=p.device)
+
+
+def in_parts(mlp):
+    """A copy of a GroupedMLP whose products are modules of their own: it has hooks."""
+    twin = copy.deepcopy(mlp)
+    for part in (twin.fc1, twin.fc2):
+        part.register_forward_hook(lambda module, arguments, result: None)
+    return twin
+
+
+def step(module, inputs, dy, recipe=None, call=None):
+    """Outputs and gradients of the inputs of one forward and backward, delayed weight gradients too."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (module if call is None else call)(*leaves)
+    torch.autograd.backward(y, dy)
+    module.backward_dw()
+    return [*(t.detach() for t in (y if isinstance(y, tuple) else (y,))), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same_steps(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(a, b, i)
+
+
+def assert_same_gradients(first, second):
+    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+        for what in ("grad", "main_grad"):
+            a, b = getattr(p, what, None), getattr(q, what, None)
+            assert (a is None) == (b is None), f"{name}.{what}"
+            if a is not None:
+                assert_same_bits(a, b, f"{name}.{what}")

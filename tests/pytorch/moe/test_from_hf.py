@@ -1,0 +1,59 @@
+# moe_state_from_hf: a MoEMLP with the weights of a Mixtral or a Qwen3-MoE layer computes that layer.
+import pytest
+import torch
+from support import randn, refused
+
+from transformer_engine.pytorch.moe import MoEMLP, moe_state_from_hf
+
+HIDDEN, FFN, EXPERTS, TOPK = 32, 48, 4, 2
+PROJECTIONS = {"Mixtral": ("w1", "w3", "w2"), "Qwen3-MoE": ("gate_proj", "up_proj", "down_proj")}
+
+
+def layer_of(model, prefix, device):
+    """A state dict of the model's layer, and another tensor."""
+    gate, up, down = PROJECTIONS[model]
+    state = {f"{prefix}gate.weight": randn(EXPERTS, HIDDEN, device=device), "norm.weight": torch.ones(HIDDEN)}
+    for i in range(EXPERTS):
+        for name, shape in ((gate, (FFN, HIDDEN)), (up, (FFN, HIDDEN)), (down, (HIDDEN, FFN))):
+            state[f"{prefix}experts.{i}.{name}.weight"] = randn(*shape, device=device, scale=0.2)
+    return state
+
+
+def models_layer(model, state, prefix, x):
+    """As the models compute it: softmax over all experts, the best ones, divided by their sum."""
+    gate, up, down = (
+        [state[f"{prefix}experts.{i}.{name}.weight"].double() for i in range(EXPERTS)] for name in PROJECTIONS[model]
+    )
+    scores = (x.double() @ state[f"{prefix}gate.weight"].double().T).softmax(-1)
+    best = scores.topk(TOPK)
+    factors = torch.zeros_like(scores).scatter(-1, best.indices, best.values / best.values.sum(-1, keepdim=True))
+    return sum(
+        factors[:, i, None] * ((torch.nn.functional.silu(x.double() @ gate[i].T) * (x.double() @ up[i].T)) @ down[i].T)
+        for i in range(EXPERTS)
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "model.layers.0.mlp."])
+@pytest.mark.parametrize("model", PROJECTIONS)
+def test_computes_the_models_layer(model, prefix, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    state = layer_of(model, prefix, device)
+    x = randn(20, HIDDEN, device=device)
+    want = models_layer(model, state, prefix, x)
+    parts = []
+    for experts in (None, (0, 1), (1, 4)):
+        ours = MoEMLP(HIDDEN, FFN, EXPERTS, TOPK, experts=experts, params_dtype=dtype, device=device)
+        ours.load_state_dict(moe_state_from_hf(state, prefix, experts))
+        parts.append(ours(x.to(dtype))[0].double())
+    unit = 2.0**-22 if dtype is torch.float32 else 2.0**-7
+    for got in (parts[0], parts[1] + parts[2]):  # six roundings of operands and results, which add up by their squares
+        assert (got - want).norm() <= 16 * unit * want.norm()
+
+
+def test_other_layers_are_refused():
+    with refused(ValueError, "moe_state_from_hf", "Mixtral", "'mlp.'", "mlp.experts.0.w1.weight"):
+        moe_state_from_hf({"mlp.up_proj.weight": torch.ones(1)}, "mlp.")
+    state = layer_of("Mixtral", "", "cpu")
+    del state["experts.1.w2.weight"]
+    with refused(KeyError, "experts.1.w2.weight"):
+        moe_state_from_hf(state)

@@ -1,0 +1,159 @@
+"""GroupedMLP: an MLP for each group of rows, the experts of a mixture, in one autograd node. It sorts and sends
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch.module.base import InitMethod, check_choice
+from transformer_engine.pytorch.module.composite import Composite
+from transformer_engine.pytorch.module.group_splits import Splits, splits_of
+from transformer_engine.pytorch.module.grouped_linear import GroupedCall, GroupedLinear
+from transformer_engine.pytorch.module.layernorm_mlp import activation_parameters
+from transformer_engine.pytorch.module.submodules import is_own
+from transformer_engine.pytorch.quantization.state.autocast_state import current_state
+
+
+class GroupedMLP(Composite):
+    """y[rows of g] = (act(x[rows of g] fc1.weight{g}^T) * row_scale[rows of g]) fc2.weight{g}^T for consecutive groups
+    of rows. fc1 and fc2 are GroupedLinear without biases; a gated activation acts on the first half of fc1's features.
+
+    Shapes: inp [rows, hidden_size] -> [rows, hidden_size]. m_splits: as GroupedLinear's; a tensor on inp's device
+    stays there, and rows of no group are not read and give zeros. row_scale: float32 or inp's dtype [rows]; None: no
+    scale.
+    One autograd node computes both products, to the bits of fc1, functional.scaled_activation and fc2 one after the
+    other, which run so if a client has put hooks or classes of its own there. Saved: inp, the pre-activation (with
+    save_preactivation="fp8" as E4M3 with a scale for each 128 of a row) and row_scale; the activation is recomputed.
+    fuse_wgrad_accumulation, delay_wgrad_compute: as GroupedLinear's.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        save_preactivation: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        op = type(self).__name__
+        self._activation_values = activation_parameters(op, activation, activation_params)
+        check_choice(op, "save_preactivation", save_preactivation, (None, "fp8"))
+        self.num_gemms, self.hidden_size, self.ffn_hidden_size = num_gemms, hidden_size, ffn_hidden_size
+        self.activation, self.activation_params = activation, activation_params
+        self.save_preactivation = save_preactivation
+        options = {
+            "bias": False,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "rng_tracker_name": rng_tracker_name,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        width = ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
+        part = "" if name is None else f"{name}."
+        self.fc1 = GroupedLinear(num_gemms, hidden_size, width, init_method=init_method, name=f"{part}fc1", **options)
+        self.fc2 = GroupedLinear(
+            num_gemms, ffn_hidden_size, hidden_size, init_method=output_layer_init_method, name=f"{part}fc2", **options
+        )
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        row_scale: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        op = type(self).__name__
+        check_tensor(op, "inp", inp)
+        if inp.dim() != 2:
+            raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [rows, {self.hidden_size}].")
+        if not self._is_fused():
+            return self._composed(inp, m_splits, row_scale, is_first_microbatch)
+        splits = splits_of(op, m_splits, inp, self.num_gemms)
+        calls = [part.call_of(inp, splits, is_first_microbatch) for part in (self.fc1, self.fc2)]
+        out = self._product(inp, splits, row_scale, *calls)
+        for part, call in zip((self.fc1, self.fc2), calls, strict=True):
+            if call.quantizations:
+                part.runtime.quantization.follow(out)
+        return out
+
+    def _is_fused(self) -> bool:
+        """Whether the parts are the library's own, without hooks, and record nothing of their inputs (calibration)."""
+        parts = (self.fc1, self.fc2)
+        return all(is_own(part, GroupedLinear) for part in parts) and not is_calibrating()
+
+    def _product(
+        self, inp: torch.Tensor, splits: Splits, row_scale: torch.Tensor | None, one: GroupedCall, two: GroupedCall
+    ) -> torch.Tensor:
+        return functional.grouped_mlp(
+            inp,
+            splits.offsets,
+            one.weights,
+            two.weights,
+            row_scale,
+            splits=splits.host,
+            kind=self.activation,
+            params=self._activation_values,
+            fp8_pre_activation=self.save_preactivation == "fp8",
+            grad_accumulators=(one.grad_accumulator, two.grad_accumulator),
+            quantizations=(one.quantizations, two.quantizations),
+            own_weights=(one.own_weights, two.own_weights),
+        )
+
+    def _composed(
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        row_scale: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        if self.save_preactivation is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: save_preactivation={self.save_preactivation!r} with parts that have hooks, or "
+                "are of another class, or calibrate, is not available in this version; leave it at None."
+            )
+        hidden = self.fc1(inp, m_splits, is_first_microbatch)
+        if row_scale is None:
+            hidden = functional.activation(hidden, self.activation, self._activation_values)
+        else:
+            hidden = functional.scaled_activation(hidden, row_scale, self.activation, self._activation_values)
+        return self.fc2(hidden, m_splits, is_first_microbatch)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for backward_dw(): the option delay_wgrad_compute."""
+        return self.fc1.need_backward_dw() or self.fc2.need_backward_dw()
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward() left: fc2's, then fc1's."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As GroupedLinear's."""
+        self.fc1.reset_parameters(defer_init)
+        self.fc2.reset_parameters(defer_init)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, save_preactivation={self.save_preactivation}"
+
+
+def is_calibrating() -> bool:
+    state = current_state()
+    return state.calibrating and not state.enabled

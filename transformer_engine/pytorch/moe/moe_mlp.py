@@ -1,0 +1,191 @@
+"""MoEMLP: a mixture of experts in place of an MLP: router, permutation, grouped MLP, and the sum of each token's
+results. The host never waits for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from transformer_engine.pytorch import permutation
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch.module.base import InitMethod, refuse
+from transformer_engine.pytorch.module.composite import Composite
+from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
+from transformer_engine.pytorch.moe.topk_router import TopKRouter
+
+ROWS = 128  # a capacity is a multiple of so many
+
+
+class MoEMLP(Composite):
+    """y = sum over a token's topk experts e of prob_e * fc2_e(act(fc1_e(x))), and the loss that balances the experts.
+
+    Parts: `router` (TopKRouter) and `experts` (GroupedMLP, with parameters `fc1.weight{i}` and `fc2.weight{i}`).
+    forward(inp) returns (y, aux_loss): y has inp's shape and dtype, aux_loss is a float32 without dimensions.
+
+    Each token's rows are copied into the order of the experts (te.moe_permute_with_probs) and added up again
+    (te.moe_unpermute); the probabilities are the scale of the rows inside the experts. The numbers of rows stay on the
+    device: `tokens_per_expert`, of the last call, has all experts.
+    experts=(first, last): the experts that live here; rows of others are left out, and the results of disjoint ranges
+    add up to those of the whole layer. Parameters of a strict range have the mark allreduce=False.
+    capacity_factor: memory for round_up(capacity_factor * tokens * topk * (last - first) / num_experts, 128) rows, and
+    no more than there can be; rows past it, of the last experts, are cut, and te.verdict.split_verdict() counts them.
+    None: as many as there can be.
+    score_function, use_pre_softmax, num_groups, group_topk, scaling_factor, expert_bias, aux_loss_coeff: the router's;
+    its logits are float32. activation, activation_params, save_preactivation and the options of weight gradients: the
+    experts'. FP8 (te.autocast) is that of GroupedLinear, in the experts alone.
+    The rows of all experts are kept for the backward, with keep_rows and without: this version does not gather them
+    again. Not available in this version (NotImplementedError): ep_group, ep_transport, stash.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        topk: int,
+        *,
+        experts: tuple[int, int] | None = None,
+        ep_group: object | None = None,
+        ep_transport: str = "auto",
+        capacity_factor: float | None = None,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        score_function: str = "softmax",
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        expert_bias: bool = False,
+        aux_loss_coeff: float = 0.0,
+        keep_rows: bool = False,
+        save_preactivation: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        name: str | None = None,
+        stash: object | None = None,
+    ) -> None:
+        super().__init__()
+        op = type(self).__name__
+        refuse(op, "experts over ranks", ep_group=ep_group, ep_transport=ep_transport != "auto" and ep_transport)
+        refuse(op, "a stash of the layer's own", stash=stash)
+        check_size(op, "num_experts", num_experts, 1)
+        first, last = self._range(experts, num_experts)
+        if capacity_factor is not None and not (math.isfinite(capacity_factor) and capacity_factor > 0):
+            raise ValueError(
+                f"{op}: argument 'capacity_factor' is {capacity_factor!r}, wanted a number above 0, or None."
+            )
+        self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
+        self.first_expert, self.last_expert, self.capacity_factor = first, last, capacity_factor
+        self.keep_rows = keep_rows
+        common = {
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "rng_tracker_name": rng_tracker_name,
+            "init_method": init_method,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        part = "" if name is None else f"{name}."
+        self.router = TopKRouter(
+            hidden_size,
+            num_experts,
+            topk,
+            score_function=score_function,
+            use_pre_softmax=use_pre_softmax,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+            expert_bias=expert_bias,
+            aux_loss_coeff=aux_loss_coeff,
+            name=f"{part}router",
+            **common,
+        )
+        self.experts = GroupedMLP(
+            last - first,
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation,
+            activation_params=activation_params,
+            save_preactivation=save_preactivation,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            output_layer_init_method=output_layer_init_method,
+            name=f"{part}experts",
+            **common,
+        )
+        if last - first < num_experts:
+            for parameter in self.experts.parameters():
+                parameter.allreduce = False
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=self.router.weight.device)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def _range(self, experts: tuple[int, int] | None, num_experts: int) -> tuple[int, int]:
+        if experts is None:
+            return 0, num_experts
+        try:
+            first, last = (int(end) for end in experts)
+        except (TypeError, ValueError):
+            first, last = 0, 0
+        if not 0 <= first < last <= num_experts:
+            raise ValueError(
+                f"{type(self).__name__}: argument 'experts' is {experts!r}, wanted (first, last) with 0 <= first < "
+                f"last <= {num_experts}."
+            )
+        return first, last
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """inp: [..., hidden_size]. is_first_microbatch: as Linear's."""
+        op = type(self).__name__
+        check_tensor(op, "inp", inp)
+        if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
+            raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
+        tokens = inp.reshape(-1, self.hidden_size)
+        routing = self.router(tokens)
+        with torch.no_grad():
+            self.tokens_per_expert.copy_(routing.tokens_per_expert)
+        local = slice(self.first_expert, self.last_expert)
+        rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
+            tokens, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
+        )
+        out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+        y = permutation.moe_unpermute(out, row_id_map, restore_shape=tokens.shape)
+        return y.view(inp.shape), routing.aux_loss
+
+    def _rows(self, tokens: int) -> int:
+        """Of the experts' input: as many as there can be, or the capacity; without tokens one, which belongs to no
+        expert."""
+        local = self.last_expert - self.first_expert
+        most = max(tokens * min(self.topk, local), 1)
+        if self.capacity_factor is None:
+            return most
+        wanted = math.ceil(self.capacity_factor * tokens * self.topk * local / self.num_experts)
+        return max(min(most, -(-wanted // ROWS) * ROWS), 1)
+
+    def update_expert_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
+        """As TopKRouter's."""
+        self.router.update_expert_bias(tokens_per_expert, rate)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for backward_dw(): the option delay_wgrad_compute."""
+        return self.experts.need_backward_dw()
+
+    def backward_dw(self) -> None:
+        """Computes the experts' weight gradients that the oldest backward() left."""
+        self.experts.backward_dw()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As GroupedLinear's."""
+        self.router.reset_parameters(defer_init)
+        self.experts.reset_parameters(defer_init)
+        if not defer_init and self.tokens_per_expert.is_meta:
+            self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=self.router.weight.device)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, topk={self.topk}, experts=({self.first_expert}, {self.last_expert})"

@@ -1,0 +1,178 @@
+"""TopKRouter: scores every token for every expert and chooses the best ones. The formulas are those of router.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine.pytorch import functional, router
+from transformer_engine.pytorch._internal.arguments import check_function, check_size
+from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, check_choice, default_init
+from transformer_engine.pytorch.module.config import ParameterConfig
+
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+
+
+class Routing(NamedTuple):
+    """probs: float32 [tokens, experts], 0 where an expert is not chosen. routing_map: bool of the same shape.
+    tokens_per_expert: int64 [experts]. aux_loss: float32, without dimensions."""
+
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    aux_loss: torch.Tensor
+
+
+class TopKRouter(TransformerEngineBaseModule):
+    """Logits x weight^T in float32, scores, the choice of topk experts for each token, and the loss that balances them.
+
+    Parameter `weight` [num_experts, hidden_size] in params_dtype; with expert_bias a buffer `expert_bias` float32
+    [num_experts], which chooses and has no gradient (update_expert_bias). Nothing is quantized.
+    score_function, use_pre_softmax, num_groups, group_topk, scaling_factor: those of fused_topk_with_score_function
+    (transformer_engine.pytorch.router).
+    aux_loss_coeff: factor of router.fused_moe_aux_loss; 0: no loss is computed, and 0 is returned.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        topk: int,
+        *,
+        score_function: str = "softmax",
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        expert_bias: bool = False,
+        aux_loss_coeff: float = 0.0,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        op = type(self).__name__
+        check_size(op, "hidden_size", hidden_size, 1)
+        check_size(op, "num_experts", num_experts, 1)
+        check_size(op, "topk", topk, 1)
+        check_function(op, "init_method", init_method)
+        check_choice(op, "score_function", score_function, ("softmax", "sigmoid", "sqrtsoftplus"))
+        most = min(num_experts, MOST_CHOSEN)
+        if topk > most or num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"{op}: arguments 'topk' and 'num_experts' are {topk} and {num_experts}, wanted at most {most} and at "
+                f"most {MOST_EXPERTS}."
+            )
+        if expert_bias and score_function == "softmax":
+            raise ValueError(
+                f"{op}: argument 'expert_bias' is True with score_function='softmax', which has no bias; use 'sigmoid' "
+                "or 'sqrtsoftplus'."
+            )
+        self._setup(
+            ParameterConfig(
+                name=name,
+                params_dtype=params_dtype,
+                device=device,
+                get_rng_state_tracker=get_rng_state_tracker,
+                rng_tracker_name=rng_tracker_name,
+            )
+        )
+        self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
+        self.score_function, self.use_pre_softmax = score_function, use_pre_softmax
+        self.num_groups, self.group_topk, self.scaling_factor = num_groups, group_topk, scaling_factor
+        self.aux_loss_coeff = aux_loss_coeff
+        self._declare("weight", (num_experts, hidden_size), init_method or default_init)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=self.device) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.reset_parameters(defer_init=self.device.type == "meta")
+
+    def forward(self, inp: torch.Tensor) -> Routing:
+        """inp: [tokens, hidden_size]."""
+        if inp.dim() != 2 or inp.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"{type(self).__name__}: argument 'inp' has shape {list(inp.shape)}, wanted [tokens, "
+                f"{self.hidden_size}]."
+            )
+        logits = _Logits.apply(inp, self.weight)
+        probs, routing_map = router.fused_topk_with_score_function(
+            logits=logits,
+            topk=self.topk,
+            use_pre_softmax=self.use_pre_softmax,
+            num_groups=self.num_groups,
+            group_topk=self.group_topk,
+            scaling_factor=self.scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+        )
+        tokens_per_expert = routing_map.sum(0)
+        if self.aux_loss_coeff == 0:
+            return Routing(probs, routing_map, tokens_per_expert, logits.new_zeros(()))
+        _, scores = router.fused_compute_score_for_moe_aux_loss(
+            logits=logits, topk=self.topk, score_function=self.score_function
+        )
+        loss = router.fused_moe_aux_loss(
+            probs=scores,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=inp.shape[0],
+            num_experts=self.num_experts,
+            topk=self.topk,
+            coeff=self.aux_loss_coeff,
+        )
+        return Routing(probs, routing_map, tokens_per_expert, loss)
+
+    @torch.no_grad()
+    def update_expert_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:
+        """Adds rate to the bias of each expert with fewer tokens than the mean, and subtracts it from that of one with
+        more. tokens_per_expert: of a step, summed over the ranks by the caller."""
+        op = type(self).__name__
+        if self.expert_bias is None:
+            raise ValueError(f"{op}: update_expert_bias() needs a bias; build the module with expert_bias=True.")
+        if tuple(tokens_per_expert.shape) != (self.num_experts,):
+            raise ValueError(
+                f"{op}: argument 'tokens_per_expert' has shape {list(tokens_per_expert.shape)}, wanted "
+                f"[{self.num_experts}]."
+            )
+        tokens = tokens_per_expert.to(torch.float32)
+        self.expert_bias.add_((tokens.mean() - tokens).sign(), alpha=rate)
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        if self.expert_bias is not None:
+            self.expert_bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+
+    def _apply(self, fn, recurse=True):
+        """A cast of the module leaves the bias in float32."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias.dtype != before.dtype:
+            self.expert_bias = before.to(self.expert_bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, topk={self.topk}, score_function={self.score_function}"
+
+
+class _Logits(torch.autograd.Function):
+    """x weight^T in float32 of operands in their own dtype; the gradients are products in float32, rounded once."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.dtype != weight.dtype:
+            x, weight = x.float(), weight.float()
+        return functional.gemm(weight, x, "TN", out_dtype=torch.float32)[0]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = functional.gemm(weight.float(), grad, "NN")[0].to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = functional.gemm(x.float(), grad, "NT")[0].to(weight.dtype)
+        return dx, dweight
