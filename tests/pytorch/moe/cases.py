@@ -39,9 +39,11 @@ def step(module, inputs, dy, recipe=None, call=None):
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = (module if call is None else call)(*leaves)
-    torch.autograd.backward(y, dy)
+    outs, gradients = (t if isinstance(t, tuple) else (t,) for t in (y, dy))
+    with_graph = [i for i, out in enumerate(outs) if out.requires_grad]  # a loss of factor 0 has none
+    torch.autograd.backward([outs[i] for i in with_graph], [gradients[i] for i in with_graph])
     module.backward_dw()
-    return [*(t.detach() for t in (y if isinstance(y, tuple) else (y,))), *(leaf.grad for leaf in leaves)]
+    return [*(t.detach().reshape(t.shape or (1,)) for t in outs), *(leaf.grad for leaf in leaves)]
 
 
 def assert_same_steps(got, want):

@@ -24,7 +24,7 @@ FUNCTIONS = (
     *("autocast", "quantized_model_init", "checkpoint", "make_graphed_callables", "get_cpu_offload_context"),
     *("parallel_cross_entropy", "fused_linear_cross_entropy", "memory_plan", "explain", "tune", "doctor"),
     *("moe_permute", "moe_permute_with_probs", "moe_permute_and_pad_with_probs", "moe_unpermute"),
-    *("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
+    *("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe.moe_state_from_hf"),
     *("distributed.comm_usage", "distributed.CommTimeout"),
     *(
         f"router.fused_{name}"
@@ -34,6 +34,7 @@ FUNCTIONS = (
 # page -> where from, and what it has, method by method
 CLASSES = {
     "stash": (te, ("stash.PagedStash", "stash.Verdict", "stash.Plan")),
+    "moe": (te, ("MoEMLP", "moe.GroupedMLP", "moe.TopKRouter")),
     "optimizers": (te, ("optimizers.FusedAdam", "optimizers.FusedSGD")),
     "recipes": (
         recipe,

@@ -42,7 +42,8 @@ void for_rows(const char* op, int kind, const ScaledRows& in, int64_t cols, bool
 
 void scaled_forward(int kind, const Params& params, const ScaledRows& in, const te_tensor& y, te_stream stream) {
   for_rows("te_activation_scaled_forward", kind, in, y.cols, aligned16(y),
-           [&]<class T, class S>(auto act, auto width, const ScaledInput<T, S>& input, dim3 blocks) {
+           [&](auto act, auto width, auto input, dim3 blocks) {
+             using T = typename decltype(input)::Value;
              scaled_forward_kernel<decltype(act), CudaExp<T>, width()>
                  <<<blocks, kScaledThreads, 0, cudaStream_t(stream)>>>(params, input, quantize::PlainStore<T>(y));
            });
@@ -51,14 +52,15 @@ void scaled_forward(int kind, const Params& params, const ScaledRows& in, const 
 void scaled_backward(int kind, const Params& params, const te_tensor& dy, const ScaledRows& in,
                      const ScaledResults& out, te_stream stream) {
   const bool aligned = aligned16(dy) && aligned16(out.dx) && aligned16(out.y);
-  for_rows("te_activation_scaled_backward", kind, in, dy.cols, aligned,
-           [&]<class T, class S>(auto act, auto width, const ScaledInput<T, S>& input, dim3 blocks) {
-             using Store = quantize::PlainStore<T>;
-             scaled_backward_kernel<decltype(act), CudaExp<T>, width()>
-                 <<<blocks, kScaledThreads, 0, cudaStream_t(stream)>>>(params, input, static_cast<const T*>(dy.data),
-                                                                       dy.row_pitch, Store(out.dx),
-                                                                       static_cast<S*>(out.dscale.data), Store(out.y));
-           });
+  for_rows(
+      "te_activation_scaled_backward", kind, in, dy.cols, aligned, [&](auto act, auto width, auto input, dim3 blocks) {
+        using T = typename decltype(input)::Value;
+        using S = typename decltype(input)::Scale;
+        using Store = quantize::PlainStore<T>;
+        scaled_backward_kernel<decltype(act), CudaExp<T>, width()><<<blocks, kScaledThreads, 0, cudaStream_t(stream)>>>(
+            params, input, static_cast<const T*>(dy.data), dy.row_pitch, Store(out.dx),
+            static_cast<S*>(out.dscale.data), Store(out.y));
+      });
 }
 
 }  // namespace te::activation::cuda

@@ -18,6 +18,9 @@ constexpr int kScaledThreads = 256, kScaledRows = kScaledThreads / 32;  // rows 
 
 template <class T, class S>
 struct ScaledInput {
+  using Value = T;
+  using Scale = S;
+
   const T* x;
   int64_t x_pitch;
   const S* scale;
