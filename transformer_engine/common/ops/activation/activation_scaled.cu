@@ -30,7 +30,8 @@ void for_rows(const char* op, int kind, const ScaledRows& in, int64_t cols, bool
                dim3(static_cast<unsigned>(blocks)));
       };
       const auto with_scale = [&](auto s) {
-        wide&& divides ? go(s, std::integral_constant<int, kVec<T>>{}) : go(s, std::integral_constant<int, 1>{});
+        if (wide && divides) return go(s, std::integral_constant<int, kVec<T>>{});
+        go(s, std::integral_constant<int, 1>{});
       };
       in.scale.dtype == in.x.dtype ? with_scale(t) : with_scale(float{});
     });
