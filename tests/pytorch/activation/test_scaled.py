@@ -83,7 +83,7 @@ def test_what_is_saved(device):
 
 @pytest.mark.parametrize("live", [0, 3, 5, 9, -2])
 def test_rows_after_the_live_ones_are_not_touched(live, device):
-    """They hold NaN, in what is read, and the scale's gradient is 0 there."""
+    """Inputs are NaN there, and the gradient of the scale is 0."""
     x, scale, dy = (t.detach() for t in draw("swiglu", (5, 24), torch.bfloat16, device))
     rows = min(max(live, 0), 5)
     counter = torch.tensor([live], dtype=torch.int32, device=device)
