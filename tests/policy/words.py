@@ -37,7 +37,8 @@ REPLACED = [
     ("Quantizing kBefore kTogether kBehind", (CSRC,), "QuantizeAt kBeforeGather, kWithSharedAmax, kAfterGather"),
     ("Stage Chain Call number", (CSRC + "layer/",), "LayerConfig, LayerChain, LayerArgs, layer_idx"),
     ("Products WeightProduct", (CSRC,), "GemmPolicy, WgradTask"),
-    ("sink WeightGradSink", (CSRC, PYTORCH), "GradAccumulator"),
+    ("WeightGradSink", (CSRC, PYTORCH), "GradAccumulator"),
+    ("sink", (CSRC + "wgrad/", CSRC + "layer/", PYTORCH + "module/"), "GradAccumulator"),  # attention has sinks
     ("Keeper Kept Fate Keeping", (CSRC, PYTORCH + "saved/", PYTORCH + "probe/"), "SaveContext, SavedInfo, SaveMode"),
     ("words tell", (CSRC + "core/", CSRC + "layer/", PYTORCH + "saved/"), "reason, recompute_cost"),
     ("door Client Offered Taken Foreign Composed", SAVED, "saved_tensor_hooks, StorageHandler, SaveRequest, ..."),

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.attention.multi_head_attention import MultiheadA
 from transformer_engine.pytorch.attention.tokens import TokenSizes
 from transformer_engine.pytorch.constants import LayerTypes
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
-from transformer_engine.pytorch.module.base import InitMethod, check_choice
+from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
@@ -39,7 +39,7 @@ class TransformerLayer(Composite):
     output_layernorm: no norm before the (self-)attention, one after the last sum.
     Submodules `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (output_layernorm). The
     residual addition before the MLP is part of its norm.
-    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
+    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd, [t, hidden] or [t, 1, hidden] for thd (packed sequences).
 
     set_parallel_mode with tp_size or a tp_group: attention and MLP are divided over its ranks, like MultiheadAttention
     and LayerNormMLP, and with sequence_parallel dimension 0 of hidden_states and encoder_output too. Then hidden_states
@@ -121,6 +121,8 @@ class TransformerLayer(Composite):
         check_format(op, attn_input_format, "attn_input_format")
         _check_rate(op, "hidden_dropout", hidden_dropout)
         _check_rate(op, "drop_path_rate", drop_path_rate)
+        if attn_input_format == "thd":
+            refuse(op, "the drop of whole sequences in thd", drop_path_rate=drop_path_rate)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 f"{op}: argument 'fuse_wgrad_accumulation' is True and 'fuse_qkv_params' False: gradients accumulate "
@@ -154,12 +156,10 @@ class TransformerLayer(Composite):
             ranks=self.tp_size,
             divides=self.tp_size if self.sequence_parallel else 1,
         )
-        self.name = name
-        self.hidden_size = hidden_size
+        self.name, self.hidden_size = name, hidden_size
         self.layer_number = layer_number
         self.layer_type = layer_type
-        self.hidden_dropout = hidden_dropout
-        self.drop_path_rate = drop_path_rate
+        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.self_attn_mask_type = self_attn_mask_type
         self.window_size = window_size
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
@@ -326,6 +326,7 @@ class TransformerLayer(Composite):
             bottom_right_diagonal=bottom_right_diagonal,
             cu_seqlens_kv=cu_seqlens_q if decoder else cu_seqlens_kv,
             max_seqlen_kv=max_seqlen_q if decoder else max_seqlen_kv,
+            **self._padded(cu_seqlens_q_padded, cu_seqlens_q_padded if decoder else cu_seqlens_kv_padded),
             **shared,
         )
         if self.parallel_attention_mlp:
@@ -345,6 +346,7 @@ class TransformerLayer(Composite):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 cu_seqlens_kv=cu_seqlens_kv,
                 max_seqlen_kv=max_seqlen_kv,
+                **self._padded(cu_seqlens_q_padded, cu_seqlens_kv_padded),
                 **shared,
             )
             attended = self._drop(attended)
@@ -358,6 +360,12 @@ class TransformerLayer(Composite):
         )
         out = residual + self._drop(mlp)
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _padded(self, queries: torch.Tensor | None, keys: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+        """Where packed sequences begin; for other layouts nothing, which replaced parts may not accept."""
+        if self.attn_input_format != "thd":
+            return {}
+        return {"cu_seqlens_q_padded": queries, "cu_seqlens_kv_padded": keys}
 
     def _run_part(
         self, name: str, hidden: torch.Tensor, *inputs: object, norm: bool = False, **options: object

@@ -18,30 +18,15 @@ def qkv(device):
     return tuple(randn(SEQ, BATCH, HEADS, HEAD, device=device) for _ in range(3))
 
 
-REFUSED = {
-    "cp_group": object(),
-    "softmax_type": "learnable",
-    "return_max_logit": True,
-    "qkv_format": "thd",
-}
 CALL_REFUSED = {
-    "qkv_format": "thd",
-    "softcap": 30.0,
     "inference_params": object(),
     "fp8_output": True,
     "score_mod": lambda score, *_: score,
-    "qkv_layer": torch.zeros(1),
-    "kv_layer": torch.zeros(1),
 }
 
 
-@pytest.mark.parametrize("argument", REFUSED)
-def test_refuses_what_has_not_landed(argument):
-    refusals(te.DotProductAttention, (HEADS, HEAD), {argument: REFUSED[argument]})
-
-
-def test_refuses_the_other_softmax():
-    refusals(te.DotProductAttention, (HEADS, HEAD), {"softmax_type": "off-by-one"})
+def test_refuses_what_has_not_landed():
+    refusals(te.DotProductAttention, (HEADS, HEAD), {"cp_group": object()})
 
 
 @pytest.mark.parametrize("argument", CALL_REFUSED)
@@ -248,6 +233,10 @@ TENSOR = {"mask": "padding"}
         ({**TENSOR, "deterministic": True}, (MATH,), False, True, ("Deterministic", "mask tensor")),
         ({**TENSOR, "dtype": torch.float32}, (EFFICIENT, MATH), False, True, ("float32",)),
         ({**TENSOR, "bias": "post_scale_bias", "bias_grad": True}, (EFFICIENT, MATH), False, True, ("gradient",)),
+        ({"mask": "padding_causal", "packed": True}, (), False, False, ("Packed", "thd")),
+        ({"mask": "causal", "sink": True}, (), False, False, ("sink", "log-sum-exp")),
+        ({"mask": "causal", "softcap": True}, (), False, False, ("soft-capped",)),
+        ({"mask": "causal", "max_logit": True, "device": "cpu"}, (), False, False, ("largest logit",)),
         ({"mask": "causal", "device": "cpu"}, None, True, False, ("CPU",)),
         ({"mask": "causal", "device": "cpu", "dropout": 0.1}, None, True, False, ("dropout",)),
     ],
@@ -256,7 +245,7 @@ def test_paths(options, backends, is_causal, mask_tensor, words):
     options = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": False, **options}
     path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
     assert (path.backends, path.is_causal, path.mask_tensor) == (backends, is_causal, mask_tensor)
-    assert path.flash_window == ("window" in words)
+    assert path.flash_window == ("window" in words) and path.chunked == (backends == ())
     assert path.reason.endswith(".") and "\n" not in path.reason
     assert all(word in path.reason for word in words), path.reason
 

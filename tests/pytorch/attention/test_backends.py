@@ -139,3 +139,15 @@ def test_what_the_variables_may_be(monkeypatch):
         te.DotProductAttention(HEADS, HEAD)
     monkeypatch.delenv(FLASH)
     assert taken_away() == frozenset()
+
+
+def test_chunked_is_the_plain_backend(without):
+    """NVTE_UNFUSED_ATTN=0 disables it, the others do not."""
+    tensors = heads("cpu")
+    without(PLAIN)
+    module = te.DotProductAttention(HEADS, HEAD, GROUPS, softmax_type="off-by-one")
+    with refused(RuntimeError, "DotProductAttention: no backend is left", f"{PLAIN}=0", "sink"):
+        module(*tensors)
+    without(FLASH, CUDNN)
+    module = te.DotProductAttention(HEADS, HEAD, GROUPS, softmax_type="off-by-one")
+    assert backend(module, tensors)[0] == "chunked"

@@ -221,4 +221,4 @@ def test_recomputation_has_the_same_bits_and_keeps_less(device, mask, dropout):
 
 
 def test_signature():
-    check_signature(te.DotProductAttention, *MODULES["DotProductAttention"])
+    check_signature(te.DotProductAttention, *MODULES["DotProductAttention"], ours_init=("device",))

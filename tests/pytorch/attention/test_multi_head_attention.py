@@ -125,20 +125,7 @@ def test_frozen_parts(device, frozen):
 
 # ---- refusals, signature, state ----
 
-REFUSED = {
-    "softmax_type": "off-by-one",
-    "qkv_format": "thd",
-}
-CALL_REFUSED = {
-    "inference_params": object(),
-    "softcap": 30.0,
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-def test_refuses_what_has_not_landed(device, argument):
-    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
-        te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device, **{argument: REFUSED[argument]})
+CALL_REFUSED = {"inference_params": object()}
 
 
 def test_accepts_hints_of_overlap(device):

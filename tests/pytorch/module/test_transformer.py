@@ -169,20 +169,7 @@ def test_keeps_no_sum_twice(device):
     assert ((SEQ, BATCH, FFN), torch.float32) not in kept, "never the activation"
 
 
-REFUSED = {
-    "softmax_type": "learnable",
-    "attn_input_format": "thd",
-}
-CALL_REFUSED = {
-    "inference_params": object(),
-    "softcap": 30.0,
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-def test_refuses_what_has_not_landed(device, argument):
-    with refused(NotImplementedError, f"'{argument}'", "not available in this version"):
-        te.TransformerLayer(HIDDEN, FFN, HEADS, device=device, **{argument: REFUSED[argument]})
+CALL_REFUSED = {"inference_params": object()}
 
 
 @pytest.mark.parametrize("argument", CALL_REFUSED)

@@ -381,16 +381,9 @@ REFUSED = {
             torch.ones(2), None, external_coalescing=True
         )
     },
-    "apply_rotary_pos_emb": {
-        f"{name}=": lambda name=name, value=value: rope.apply_rotary_pos_emb(heads(), angles(), **{name: value})
-        for name, value in (("tensor_format", "thd"), ("cu_seqlens", torch.arange(3)), ("cp_size", 2))
-    },
-    "apply_fused_qkv_rotary_pos_emb": {
-        f"{name}=": lambda name=name, value=value: rotate_packed(**{name: value})
-        for name, value in (("tensor_format", "thd"), ("cu_seqlens", torch.arange(3)), ("cp_size", 2))
-    },
     "fused_topk_with_score_function": {
         f"{name}=": lambda name=name: routed(**{name: torch.zeros(8)})
         for name in ("qb_histogram", "qb_bin_bounds", "qb_histogram_mode")
     },
+    "apply_fused_qkv_rotary_pos_emb": {"tensor_format=": lambda: rotate_packed(tensor_format="thd")},
 }

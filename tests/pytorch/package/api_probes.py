@@ -95,6 +95,22 @@ def masked(kind, mask_name="attn_mask_type", tensor="attention_mask"):
     return {mask_name: kind}
 
 
+LENGTHS = {name: torch.tensor([0, 1, SEQ], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+
+
+def packed_heads():
+    return [torch.randn(SEQ, HEADS, HEAD, requires_grad=True) for _ in range(3)]
+
+
+def packed(parameter, mask_name, inputs=lambda: [rows(SEQ)]):
+    """thd, given to a constructor."""
+    return Probe("thd", {parameter: "thd", mask_name: "padding"}, LENGTHS, inputs=inputs)
+
+
+def stacked(parts, dim):
+    return torch.stack([torch.randn(SEQ, BATCH, HEADS, HEAD) for _ in range(parts)], dim).requires_grad_()
+
+
 def mask_options(parameter):
     """Every mask given to the constructor; the call then needs the tensors alone."""
     probes = []
@@ -139,8 +155,8 @@ INIT = {
     "attention_dropout": options("attention_dropout", 0.5),
     "hidden_dropout": options("hidden_dropout", 0.5),
     "drop_path_rate": options("drop_path_rate", 0.5),
-    "qkv_format": options("qkv_format", "bshd", "thd"),
-    "attn_input_format": options("attn_input_format", "bshd", "thd"),
+    "qkv_format": [*options("qkv_format", "bshd"), packed("qkv_format", "attn_mask_type")],
+    "attn_input_format": [*options("attn_input_format", "bshd"), packed("attn_input_format", "self_attn_mask_type")],
     "attn_mask_type": mask_options("attn_mask_type"),
     "self_attn_mask_type": mask_options("self_attn_mask_type"),
     "window_size": options("window_size", (2, 0)),
@@ -169,6 +185,10 @@ def decoder(**call):
 
 # (module, parameter) -> probes, where they are not those of INIT.
 INIT_OF = {
+    ("DotProductAttention", "qkv_format"): [
+        *options("qkv_format", "bshd"),
+        packed("qkv_format", "attn_mask_type", packed_heads),
+    ],
     ("GroupedLinear", "num_gemms"): [Probe(1, positional=(1, HIDDEN, FFN), inputs=lambda: [rows(), [8]])],
     ("GroupedLinear", "tp_size"): options("tp_size", 2, bias=False),
     ("GroupedLinear", "single_grouped_weight"): options("single_grouped_weight", True),
@@ -254,7 +274,10 @@ def of_attention(mask_name):
         "thd_attention_policy_dispatch": arguments("thd_attention_policy_dispatch", "manual"),
         "softcap": arguments("softcap", 30.0),
         "encoder_output": [Probe("tensor", {"attention_type": "cross"}, decoder())],
-        "qkv_format": arguments("qkv_format", "bshd", "thd"),
+        "qkv_format": [
+            *arguments("qkv_format", "bshd"),
+            Probe("thd", {"attn_mask_type": "padding"}, {"qkv_format": "thd", **LENGTHS}, inputs=packed_heads),
+        ],
         "fp8_output": arguments("fp8_output", True),
         "bf16_backward": arguments("bf16_backward", True),
         "num_splits": arguments("num_splits", 2),
@@ -262,9 +285,9 @@ def of_attention(mask_name):
         "score_mod_bprop": arguments("score_mod_bprop", abs, score_mod=abs),
         "score_mod_tensors": arguments("score_mod_tensors", {"t": BIAS}, score_mod=abs),
         "score_mod_bprop_tensors": arguments("score_mod_bprop_tensors", {"t": BIAS}, score_mod=abs),
-        "qkv_layer": arguments("qkv_layer", torch.ones(1)),
-        "kv_layer": arguments("kv_layer", torch.ones(1)),
-        "qkv_interleave_dim": arguments("qkv_interleave_dim", -2, qkv_layer=torch.ones(1)),
+        "qkv_layer": [Probe("tensor", {}, {"qkv_layer": stacked(3, -3)}, inputs=list)],
+        "kv_layer": [Probe("tensor", {}, {"kv_layer": stacked(2, -3)}, inputs=lambda: [heads()])],
+        "qkv_interleave_dim": [Probe(-2, {}, {"qkv_layer": stacked(3, -2), "qkv_interleave_dim": -2}, inputs=list)],
     }
 
 

@@ -45,7 +45,8 @@ class AttentionPath(NamedTuple):
     """backends: in the order in which they are tried; those that do not support the input are skipped; None leaves the
     choice to torch (the CPU). pattern: the visible keys, at these lengths. It reaches the backend as is_causal, as a
     mask tensor, or as flash's own window; or everything is visible. dtype: the backend's dtype of computation.
-    repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups."""
+    repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups.
+    chunked: functional.attention computes, which takes the pattern as it is; no backend of torch does."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class AttentionPath(NamedTuple):
     flash_window: bool
     repeat_groups: bool
     reason: str
+    chunked: bool = False
 
 
 def flash_takes(head_dims: tuple[int, int]) -> bool:
@@ -77,11 +79,20 @@ def attention_path(
     seq_kv: int | None = None,
     flash_fits: bool = True,
     away: Collection[str] = (),
+    packed: bool = False,
+    sink: bool = False,
+    softcap: bool = False,
+    max_logit: bool = False,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
-    flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). RuntimeError if no
-    backend is left."""
+    flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
+    max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. RuntimeError if no backend is left."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
+    reason = _chunked_reason(packed, sink, softcap, max_logit)
+    if reason:
+        if "NVTE_UNFUSED_ATTN" in away:
+            raise nobody_left(away, reason)
+        return AttentionPath((), dtype, pattern, False, False, False, False, reason, chunked=True)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
     positional = bare and pattern.positional and not is_causal
@@ -116,6 +127,17 @@ def attention_path(
         repeats = repeats or dtype == torch.float32
         backends, reason = _left(backends, away, reason, device.type == "cuda")
     return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
+
+
+def _chunked_reason(packed: bool, sink: bool, softcap: bool, max_logit: bool) -> str:
+    """Why no backend of torch takes the call, or nothing."""
+    if packed:
+        return "Packed sequences (thd): flash's packed entry is not chosen before it has been measured here."
+    if sink:
+        return "The softmax has a sink, which needs the log-sum-exp of each row; torch's attention does not return it."
+    if softcap:
+        return "The scores are soft-capped, which no backend of torch supports."
+    return "The largest logit is returned, which no backend of torch supports." if max_logit else ""
 
 
 def nobody_left(away: Collection[str], reason: str) -> RuntimeError:
@@ -154,6 +176,8 @@ _NODES = {
 
 def path_taken(out: torch.Tensor, path: AttentionPath) -> tuple[str, str]:
     """For te.explain: the backend that made `out`, by its autograd node, and why a faster one was not used."""
+    if path.chunked:
+        return "chunked", path.reason
     backend, node, hops = None, out.grad_fn, 0
     while backend is None and node is not None and hops < 3:  # views may follow it: transposed, or padded heads
         backend = _NODES.get(node.name().removesuffix("Backward0"))

@@ -128,7 +128,7 @@ def _check_tensor(
         right_type = t.is_floating_point() if dtype is None else t.dtype == dtype
         if _fits(t, shapes) and right_type and t.device == sizes.device:
             return
-        if sizes.seqs[0] == sizes.seqs[1] and _fits(t, shapes_of(sizes.swapped())):
+        if sizes.layout != "thd" and sizes.seqs[0] == sizes.seqs[1] and _fits(t, shapes_of(sizes.swapped())):
             hint = swapped_advice(sizes.layout)
     got = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
     kind = "floating point" if dtype is None else str(dtype)
@@ -226,8 +226,16 @@ class Scores(NamedTuple):
     padding: tuple[torch.Tensor, torch.Tensor] | None
 
 
+def present_tokens(
+    attention_mask: AttentionMask, cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None], seqs: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of queries and of keys: [b, seq], True for tokens. Arguments as checked by check_padding."""
+    pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+    queries, keys = (_present(m, c, n) for m, c, n in zip(pair, cu_seqlens, seqs, strict=True))
+    return queries, keys
+
+
 def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
-    """[b, seq], True for tokens."""
     if mask is not None:
         return ~mask[:, 0, 0, :]
     lengths = cumulative[1:] - cumulative[:-1]
@@ -265,8 +273,7 @@ def build_scores(
     seq_q, seq_kv = seqs
     seen, padding, offset = [], None, seq_kv - seq_q
     if pattern.padding:
-        pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
-        queries, keys = (_present(m, c, n) for m, c, n in zip(pair, cu_seqlens, seqs, strict=True))
+        queries, keys = present_tokens(attention_mask, cu_seqlens, seqs)
         padding = (~queries[:, None, :, None], ~keys[:, None, :, None])
         seen.append(keys[:, None, None, :])
         if pattern.bottom_right and (pattern.positional or bias_kind == "alibi"):

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
 from transformer_engine.pytorch.attention.heads import split_heads
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, swapped_advice
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
-from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair
+from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair, packed_positions
 from transformer_engine.pytorch.attention.tokens import TokenSizes
 from transformer_engine.pytorch.module.base import InitMethod, check_choice, refuse
 from transformer_engine.pytorch.module.composite import Composite
@@ -22,6 +22,28 @@ from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel import check_options, divided, group_size
 from transformer_engine.pytorch.module.submodules import is_own, run_part, taken
+
+# Cumulative lengths of sequences, and the rows where they begin.
+Lengths = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _with_batch(tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Packed tokens [t, hidden] as [t, 1, hidden]: each one a batch of its own."""
+    return tokens.unsqueeze(1) if tokens is not None and tokens.dim() == 2 else tokens
+
+
+def _positions(
+    thd: bool, packed: tuple[Lengths, ...], tokens: tuple[int, int]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The positions of packed tokens in their sequences, for those of `packed` that are given; None without packing.
+    Missing lengths are refused by the attention."""
+    places = [
+        packed_positions(lengths if starts is None else starts, count, lengths=lengths)
+        if thd and isinstance(lengths, torch.Tensor)
+        else None
+        for (lengths, starts), count in zip(packed, tokens)
+    ]
+    return places[0], places[-1]
 
 
 class MultiheadAttention(Composite):
@@ -33,7 +55,7 @@ class MultiheadAttention(Composite):
     unless qk_norm_before_rope. The projections have parameters `query_weight`, `key_weight`, `value_weight` (and
     biases); with fuse_qkv_params one `weight`, whose rows are for each group its query heads, its key and its value, or
     without qkv_weight_interleaved all queries, all keys, all values.
-    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd.
+    Shapes: [s, b, hidden] for sbhd, [b, s, hidden] for bshd, [t, hidden] or [t, 1, hidden] for thd (packed sequences).
 
     tp_size or a tp_group: heads and groups are divided over its ranks; arguments are global sizes; attributes, and
     tensors of a call that go by head (masks, biases, slopes), belong to this rank. With set_parallel_mode the
@@ -116,8 +138,7 @@ class MultiheadAttention(Composite):
         self.sequence_parallel = ranks > 1 and sequence_parallel
         self.set_parallel_mode = set_parallel_mode
         groups = groups_of(op, num_attention_heads, num_gqa_groups)
-        self.name = name
-        self.hidden_size = hidden_size
+        self.name, self.hidden_size = name, hidden_size
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -220,6 +241,7 @@ class MultiheadAttention(Composite):
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_type=softmax_type,
+            device=device,
         )
         self.proj = Linear(
             heads * head,
@@ -274,12 +296,18 @@ class MultiheadAttention(Composite):
                 "input_layernorm=True in the constructor."
             )
         self._check_inputs(hidden_states, encoder_output)
+        thd, padded = self.qkv_format == "thd", {}
+        flat = thd and hidden_states.dim() == 2
+        if thd:
+            hidden_states, encoder_output = _with_batch(hidden_states), _with_batch(encoder_output)
+            padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
         query, key, value, beside = self._project(
             hidden_states,
             encoder_output,
             rotary_pos_emb,
             is_first_microbatch=is_first_microbatch,
             return_input=return_input,
+            packed=((cu_seqlens_q, cu_seqlens_q_padded), (cu_seqlens_kv, cu_seqlens_kv_padded)),
         )
         context = self.core_attention(
             query,
@@ -299,13 +327,18 @@ class MultiheadAttention(Composite):
             max_seqlen_kv=max_seqlen_kv,
             fast_zero_fill=fast_zero_fill,
             softcap=softcap,
+            **padded,
         )
+        if thd:
+            context = context.unsqueeze(1)
         width = self.num_attention_heads * self.hidden_size_per_attention_head
         context, _ = taken(op, "core_attention", self.core_attention, context, width)
         projected, bias = self.proj(context, is_first_microbatch=is_first_microbatch), None
         if self.return_bias and isinstance(projected, tuple) and len(projected) == 2:
             projected, bias = projected
         projected, _ = taken(op, "proj", self.proj, projected, self.hidden_size)
+        if flat:
+            projected, beside = projected.squeeze(1), [t.squeeze(1) for t in beside]
         results = [projected, *([bias] if self.return_bias else []), *beside]
         return tuple(results) if len(results) > 1 else projected
 
@@ -323,15 +356,23 @@ class MultiheadAttention(Composite):
                 continue
             if type(tensor) is not torch.Tensor:
                 check_tensor(op, name, tensor)
-            if tensor.dim() != 3:
+            if self.qkv_format == "thd":
+                if tensor.dim() != 2 and (tensor.dim() != 3 or tensor.shape[1] != 1):
+                    raise ValueError(
+                        f"{op}: argument '{name}' has shape {tuple(tensor.shape)}, wanted (t, hidden) or (t, 1, "
+                        "hidden) in thd."
+                    )
+            elif tensor.dim() != 3:
                 raise ValueError(
                     f"{op}: argument '{name}' has shape {tuple(tensor.shape)}, wanted three dimensions "
                     f"({self.qkv_format[:2]}, hidden)."
                 )
         self._tokens.check_order(op, hidden_states)
         self._tokens.check_length(op, hidden_states)
+        if not cross or self.qkv_format == "thd":
+            return
         batch_dim = self.qkv_format.index("b")
-        if cross and encoder_output.shape[batch_dim] != hidden_states.shape[batch_dim]:
+        if encoder_output.shape[batch_dim] != hidden_states.shape[batch_dim]:
             swapped = encoder_output.shape[1 - batch_dim] == hidden_states.shape[1 - batch_dim]
             raise ValueError(
                 f"{op}: argument 'encoder_output' has shape {tuple(encoder_output.shape)} in {self.qkv_format}, wanted "
@@ -346,6 +387,7 @@ class MultiheadAttention(Composite):
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
         is_first_microbatch: bool | None,
         return_input: bool,
+        packed: tuple[Lengths, Lengths],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """query, key and value, rotated and normed, and the first projection's results besides its product."""
         cross = self.attention_type == "cross"
@@ -373,24 +415,29 @@ class MultiheadAttention(Composite):
         beside = [*([norm_output] if norm else []), *([back] if return_input else [])]
         counts, head = (self.num_attention_heads, self.num_gqa_groups), self.hidden_size_per_attention_head
         groups = self.num_gqa_groups if self.qkv_weight_interleaved else 1
-        layout = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
+        thd = self.qkv_format == "thd"
+        layout = {"tensor_format": "bshd" if thd else self.qkv_format, "interleaved": self.rotary_pos_interleaved}
         norm_first = self.q_norm is not None and self.qk_norm_before_rope
-        rotated = rotary_pos_emb is None
+        rotated, tokens = rotary_pos_emb is None, (projected.size(0), projected.size(0))
         if cross:
             pairs, _, _ = run_part(
                 op, self, "key_value", encoder_output, shape=kv_features, is_first_microbatch=is_first_microbatch
             )
-            query = projected.unflatten(-1, (-1, head))
+            query, tokens = projected.unflatten(-1, (-1, head)), (projected.size(0), pairs.size(0))
             key, value = split_heads(pairs, (counts[1], counts[1]), head, groups)
         elif rotated or norm_first:
             query, key, value = split_heads(projected, (counts[0], counts[1], counts[1]), head, groups)
         else:
-            query, key, value = apply_rotary_to_packed(projected, rotary_pos_emb, heads=counts, groups=groups, **layout)
+            layout |= {"heads": counts, "groups": groups, "start_positions": _positions(thd, packed[:1], tokens)[0]}
+            query, key, value = apply_rotary_to_packed(projected, rotary_pos_emb, **layout)
             rotated = True
         if norm_first:
             query, key = self.q_norm(query), self.k_norm(key)
         if not rotated:
+            layout["start_positions"] = _positions(thd, packed, tokens)
             query, key = apply_rotary_to_pair(query, key, rotary_pos_emb, **layout)
         if self.q_norm is not None and not norm_first:
             query, key = self.q_norm(query), self.k_norm(key)
+        if thd:
+            query, key, value = (t.squeeze(1) for t in (query, key, value))
         return query, key, value, beside

@@ -1,5 +1,5 @@
-"""Rotary position embedding: the angles as a module, and their application. Packed sequences (thd) and context
-parallelism are refused: this version lacks them."""
+"""Rotary position embedding: the angles as a module, and their application, to packed sequences (thd) and to one rank's
+chunks of sequences too."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch._internal.keywords import tells_keywords
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.tensor.engine import is_plain
@@ -93,12 +93,79 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return angles[:, None, None, :]
 
 
-def _refuse_packing(op: str, tensor_format: str, cu_seqlens: torch.Tensor | None, cp_size: int) -> None:
-    refuse(op, "rotary embedding of packed sequences", cu_seqlens=cu_seqlens is not None)
-    refuse(op, "rotary embedding of packed sequences", tensor_format=tensor_format if tensor_format == "thd" else None)
-    refuse(op, "context parallelism", cp_size=cp_size if cp_size != 1 else None)
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(f"{op}: argument 'tensor_format' is {tensor_format!r}, wanted 'sbhd' or 'bshd'.")
+def _check_layout(op: str, tensor_format: str, cu_seqlens: torch.Tensor | None, packed: bool) -> None:
+    formats = ("sbhd", "bshd", "thd") if packed else ("sbhd", "bshd")
+    if tensor_format == "thd" and not packed:
+        refuse(op, "rotary embedding of packed sequences", tensor_format=tensor_format)
+    if tensor_format not in formats:
+        raise ValueError(f"{op}: argument 'tensor_format' is {tensor_format!r}, wanted one of {formats}.")
+    if tensor_format != "thd":
+        if cu_seqlens is not None:
+            raise ValueError(f"{op}: argument 'cu_seqlens' is given, wanted None in {tensor_format}.")
+    elif type(cu_seqlens) is not torch.Tensor or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
+        got = cu_seqlens if cu_seqlens is None else f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        raise ValueError(f"{op}: argument 'cu_seqlens' is {got}, wanted int32 [sequences + 1] in thd.")
+
+
+def _check_rank(op: str, cp_size: int, cp_rank: int, start_positions: torch.Tensor | None) -> None:
+    check_size(op, "cp_size", cp_size, 1)
+    check_size(op, "cp_rank", cp_rank)
+    if cp_rank >= cp_size:
+        raise ValueError(f"{op}: argument 'cp_rank' is {cp_rank}, wanted one below cp_size {cp_size}.")
+    if cp_size > 1 and start_positions is not None:
+        raise NotImplementedError(
+            f"{op}: argument 'start_positions' is given and 'cp_size' is {cp_size}, which exclude each other in this "
+            "version; leave one at its default."
+        )
+
+
+def _rows_of_rank(op: str, freqs: torch.Tensor, seq: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The angles of a rank's chunks cp_rank and 2 cp_size - 1 - cp_rank of each sequence, which has seq tokens here."""
+    if cp_size == 1:
+        return freqs
+    half = seq // 2
+    if seq % 2:
+        raise ValueError(f"{op}: the input has {seq} tokens of each sequence, wanted two chunks of one length.")
+    if freqs.size(0) < seq * cp_size:
+        got = f"wanted at least {seq * cp_size}, the tokens over {cp_size} ranks"
+        raise _past_the_table(op, freqs.size(0), got)
+    chunks = (cp_rank, 2 * cp_size - 1 - cp_rank)
+    return torch.cat([freqs.narrow(0, chunk * half, half) for chunk in chunks])
+
+
+def packed_positions(
+    cu_seqlens: torch.Tensor,
+    tokens: int,
+    *,
+    lengths: torch.Tensor | None = None,
+    start_positions: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """int32 [tokens]: the place of each token in its sequence, found on the device. cu_seqlens: where the sequences
+    begin, of the whole ones where cp_size ranks have two chunks of each. Padding has the position 0: tokens after the
+    last sequence and, if lengths (cumulative, without padding) are given, those between sequences."""
+    starts, sequences = cu_seqlens // cp_size, cu_seqlens.size(0) - 1
+    own = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    if sequences == 0:
+        return torch.zeros_like(own)
+    sequence = (torch.searchsorted(starts, own, right=True) - 1).clamp(0, sequences - 1)
+    place, padding = own - starts[sequence], own >= starts[-1]
+    if lengths is not None:
+        padding = padding | (place >= lengths.diff()[sequence])
+    if cp_size > 1:
+        half = (starts.diff() // 2)[sequence]
+        first, second = cp_rank * half + place, (2 * cp_size - 2 - cp_rank) * half + place
+        place = torch.where(place < half, first, second)
+    if start_positions is not None:
+        place = place + start_positions[sequence]
+    return place.masked_fill(padding, 0).int()
+
+
+def _check_positions(op: str, positions: torch.Tensor, freqs: torch.Tensor) -> None:
+    """On a GPU the host does not wait: a position past the angles gives NaN."""
+    if positions.is_cpu and is_plain(positions) and positions.numel() and positions.max() >= freqs.size(0):
+        raise _past_the_table(op, freqs.size(0), f"wanted at least the longest sequence, {int(positions.max()) + 1}")
 
 
 def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -165,15 +232,28 @@ def apply_rotary_pos_emb(
 ) -> torch.Tensor:
     """t cos(freqs) + rotate_half(t) sin(freqs) on t's first freqs.size(-1) columns; the others pass through.
 
-    Shapes: t [s, b, h, d] (sbhd) or [b, s, h, d] (bshd); freqs [>= s, 1, 1, d2] with d2 <= d, from
-    RotaryPositionEmbedding; start_positions int32 [b], added to the sequence index.
+    Shapes: t [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or [t, h, d] (thd); freqs [>= s, 1, 1, d2] with d2 <= d, from
+    RotaryPositionEmbedding; start_positions int32 [b], added to the index in the sequence. thd: cu_seqlens int32
+    [b + 1], the rows where the sequences begin (the padded ones where there is padding).
+    cp_size > 1: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size of each sequence; cu_seqlens are
+    those of the whole sequences.
     fused: one kernel (functional.rope); otherwise torch's operations, which also give freqs a gradient.
     Errors: TypeError unless they are tensors; ValueError for positions past the angles (on a GPU NaN if
-    start_positions leads there); NotImplementedError naming cu_seqlens, tensor_format 'thd' or cp_size > 1.
+    start_positions or cu_seqlens lead there), for thd without cu_seqlens and the other way round; NotImplementedError
+    for start_positions with cp_size > 1.
     """
     op = "apply_rotary_pos_emb"
-    _refuse_packing(op, tensor_format, cu_seqlens, cp_size)
+    _check_layout(op, tensor_format, cu_seqlens, packed=True)
+    _check_rank(op, cp_size, cp_rank, start_positions)
     _check_tensors(op, t=t, freqs=freqs)
+    if tensor_format == "thd":  # each token as a batch of one, which begins at its position
+        positions = packed_positions(
+            cu_seqlens, t.size(0), start_positions=start_positions, cp_size=cp_size, cp_rank=cp_rank
+        )
+        _check_positions(op, positions, freqs)
+        options = {"fused": fused, "start_positions": positions, "interleaved": interleaved}
+        return apply_rotary_pos_emb(t.unsqueeze(1), freqs, "bshd", **options).squeeze(1)
+    freqs = _rows_of_rank(op, freqs, t.size(0 if tensor_format == "sbhd" else 1), cp_size, cp_rank)
     if not fused:
         return _unfused(t, freqs, start_positions, tensor_format == "bshd", interleaved)
     (out,) = functional.rope(
@@ -198,11 +278,14 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Shapes: qkv [s, b, h, dq + dk + dv] (bshd: batch first) with qkv_split_arg_list = [dq, dk, dv], where head_dim = dk
     divides dq and dv -> q [s, b, h * dq / dk, dk], k [s, b, h, dk], v [s, b, h * dv / dk, dk].
-    Errors: ValueError for a split that does not fit; NotImplementedError as apply_rotary_pos_emb.
+    Errors: ValueError for a split that does not fit; NotImplementedError for thd; the rest as apply_rotary_pos_emb.
     """
     op = "apply_fused_qkv_rotary_pos_emb"
-    _refuse_packing(op, tensor_format, cu_seqlens, cp_size)
+    _check_layout(op, tensor_format, cu_seqlens, packed=False)
+    _check_rank(op, cp_size, cp_rank, start_positions)
     _check_tensors(op, qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
+    seq = qkv.size(0 if tensor_format == "sbhd" else 1)
+    q_freqs, k_freqs = (_rows_of_rank(op, freqs, seq, cp_size, cp_rank) for freqs in (q_freqs, k_freqs))
     split = list(qkv_split_arg_list)
     head = split[1] if len(split) == 3 else 0
     if head <= 0 or sum(split) != qkv.size(-1) or split[0] % head or split[2] % head:
@@ -229,6 +312,7 @@ def apply_rotary_to_packed(
     groups: int = 1,
     tensor_format: str = "sbhd",
     interleaved: bool = False,
+    start_positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As apply_fused_qkv_rotary_pos_emb, for a projection whose last dimension is [q | k | v] of each group in turn;
     one group is [all of q | all of k | all of v].
@@ -242,6 +326,7 @@ def apply_rotary_to_packed(
         heads=(heads[0] // groups, heads[1] // groups, heads[1] // groups),
         q_freqs=q_freqs,
         k_freqs=k_freqs,
+        start_positions=start_positions,
         tensor_format=tensor_format,
         interleaved=interleaved,
     )
@@ -254,8 +339,13 @@ def apply_rotary_to_pair(
     *,
     tensor_format: str = "sbhd",
     interleaved: bool = False,
+    start_positions: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated, of sequences that may differ in length; the angles, or a pair of them for q and k."""
-    q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     layout = {"tensor_format": tensor_format, "interleaved": interleaved}
-    return functional.rope(query, freqs=q_freqs, **layout)[0], functional.rope(key, freqs=k_freqs, **layout)[0]
+    query, key = (
+        functional.rope(t, freqs=freqs, start_positions=start, **layout)[0]
+        for t, freqs, start in zip((query, key), angles, start_positions, strict=True)
+    )
+    return query, key

@@ -10,7 +10,8 @@ from transformer_engine.pytorch.module.parallel import divided
 
 class TokenSizes:
     """ranks: over which the layer is divided; divides: over which dimension 0 of its input is (sequence parallelism),
-    or 1. The declared sizes are those of all ranks, None if not declared."""
+    or 1. The declared sizes are those of all ranks, None if not declared; in
+    thd they have no effect."""
 
     def __init__(
         self,
@@ -23,6 +24,9 @@ class TokenSizes:
         divides: int,
     ) -> None:
         self.layout, self.seq_length, self.ranks, self.divides = layout, seq_length, ranks, divides
+        if layout == "thd":  # the lengths come with each call
+            self.of_rank = (None, None)
+            return
         declared = [("seq_length", seq_length), ("micro_batch_size", micro_batch_size)]
         declared = declared if layout == "sbhd" else declared[::-1]
         (first, size), (_, second) = declared
@@ -47,7 +51,7 @@ class TokenSizes:
     def check_length(self, op: str, tokens: torch.Tensor) -> None:
         """Raises for sequences of another length than declared, if the layer is divided over ranks: mostly a rank got
         all tokens instead of its own, or the other way round."""
-        if self.ranks == 1 or self.seq_length is None or tokens.dim() != 3:
+        if self.ranks == 1 or self.seq_length is None or self.layout == "thd" or tokens.dim() != 3:
             return
         self.check_order(op, tokens)
         dim = self.layout.index("s")
@@ -68,6 +72,8 @@ class TokenSizes:
         for freqs, of in zip(angles, tokens):
             if type(freqs) is not torch.Tensor:
                 check_tensor(op, "rotary_pos_emb", freqs)
+            if self.layout == "thd":  # the op checks positions
+                continue
             length = self.length(of)
             if freqs.dim() and freqs.shape[0] < length:
                 raise ValueError(

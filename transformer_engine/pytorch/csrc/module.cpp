@@ -69,6 +69,7 @@
   X(activation)           \
   X(activation_quantize)  \
   X(activation_scaled)    \
+  X(attention)            \
   X(comm)                 \
   X(cross_entropy)        \
   X(linear_cross_entropy) \

@@ -3,6 +3,7 @@ torch.ops.te.<op>, the same C++ function with a schema. Besides, only tensor/eng
 chooses between the two."""
 
 from transformer_engine.pytorch.functional.activation import activation, activation_kinds, scaled_activation
+from transformer_engine.pytorch.functional.attention import attention
 from transformer_engine.pytorch.functional.comm import comm_interleave, comm_ordered_sum
 from transformer_engine.pytorch.functional.cross_entropy import cross_entropy, fused_linear_cross_entropy
 from transformer_engine.pytorch.functional.gemm import gemm, gemm_accumulate
@@ -46,6 +47,7 @@ __all__ = [
     "activation",
     "activation_kinds",
     "activation_linear",
+    "attention",
     "comm_interleave",
     "comm_ordered_sum",
     "cross_entropy",

@@ -1,5 +1,6 @@
-"""DotProductAttention on torch's scaled_dot_product_attention: checks, layouts, dropout's random state, recomputation.
-masks.py makes the mask, backends.py selects the backend; no softmax is computed here."""
+"""DotProductAttention on torch's scaled_dot_product_attention, or on functional.attention where torch has no backend:
+checks, layouts, dropout's random state, recomputation. masks.py makes the mask, backends.py selects the backend; no
+softmax is computed here."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_engine.pytorch import _C
+from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_autocast
@@ -33,15 +34,18 @@ from transformer_engine.pytorch.attention.masks import (
     check_padding,
     check_window,
     default_slopes,
+    present_tokens,
 )
+from transformer_engine.pytorch.attention.packed import check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
 from transformer_engine.pytorch.module.parallel import check_ranks, divided, group_size
+from transformer_engine.pytorch.utils import resolve_device
 
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:
-    check_choice(op, argument, qkv_format, ("sbhd", "bshd"), ("thd",))
+    check_choice(op, argument, qkv_format, ("sbhd", "bshd", "thd"))
 
 
 def groups_of(op: str, heads: int, groups: int | None) -> int:
@@ -58,6 +62,7 @@ def groups_of(op: str, heads: int, groups: int | None) -> int:
 class DotProductAttention(TransformerEngineBaseModule):
     """softmax(scale * q k^T, masked) v. Shapes: q [s, b, h, d], k and v [s_kv, b, g, d] for sbhd (b first for bshd);
     the result is [s, b, h * d] (or [b, s, h * d]). h is a multiple of g: each group of h / g heads shares a k and a v.
+    thd: q [t, h, d], k and v [t_kv, g, d] hold sequences one after another, the result is [t, h * d].
 
     masked: attn_mask_type, narrowed by window_size = (keys before, keys after the diagonal, -1 for all of them). The
     diagonal starts top left for causal and padding_causal and ends bottom right for *_bottom_right, and for the other
@@ -66,6 +71,12 @@ class DotProductAttention(TransformerEngineBaseModule):
     padding do not matter.
     Biases: scale * (q k^T + bias) for pre_scale_bias, scale * q k^T + bias for post_scale_bias (with a gradient if it
     requires one), and scale * q k^T - slope * |distance from the diagonal| for alibi.
+    softmax_type: off-by-one and learnable add exp(a) to each softmax's denominator, a sink of weight without a value; a
+    is 0, or the parameter softmax_offset, float32 [h], zeros at first, on `device` (an extension of the common API).
+    return_max_logit: the call returns (result, m), m [h] the largest seen score of each head, without the sink and
+    without a gradient.
+    functional.attention computes packed sequences, sinks, soft-capped scores and the largest logit, in blocks, without
+    a tensor of queries x keys; it has no dropout and repeats its bits.
 
     A module that is made with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 in the environment does not use
     flash, cuDNN or the plain backend.
@@ -74,6 +85,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     get_rng_state_tracker().fork(), unless sequence_parallel: then the caller forks around the whole layer.
     Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
     """
+
+    softmax_type, return_max_logit = "vanilla", False  # of modules that were pickled without them
 
     @tells_keywords(retired=OF_ATTENTION)
     def __init__(
@@ -100,13 +113,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
         name: str | None = None,
+        *,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         op = "DotProductAttention"
         refuse(op, "context parallelism", cp_group=cp_group)
-        check_choice(op, "softmax_type", softmax_type, ("vanilla",), ("off-by-one", "learnable"))
+        check_choice(op, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
         check_choice(op, "attention_type", attention_type, AttnTypes)
-        refuse(op, "the maximum logit", return_max_logit=return_max_logit)
         check_mask(op, attn_mask_type)
         check_window(op, window_size)
         check_format(op, qkv_format)
@@ -135,6 +149,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.attention_type = attention_type
         self.layer_number = layer_number
         self.get_rng_state_tracker = get_rng_state_tracker
+        self.softmax_type, self.return_max_logit, self.softmax_offset = softmax_type, return_max_logit, None
+        if softmax_type == "learnable":
+            self._declare_sink(device)
+
+    def _declare_sink(self, device: torch.device | str | int | None) -> None:
+        """The parameter softmax_offset: the score of the sink of each head of this rank."""
+        del self.softmax_offset
+        self.params_dtype, self.device = torch.float32, resolve_device(device)
+        marks = {"tensor_model_parallel": self.tp_size > 1, "partition_dim": 0, "partition_stride": 1}
+        self._declare("softmax_offset", (self.num_attention_heads,), torch.nn.init.zeros_, **marks)
+        self.reset_parameters(defer_init=self.device.type == "meta")
 
     def forward(
         self,
@@ -170,13 +195,20 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """attention_mask, True where masked out: for padding masks [b, 1, 1, s], or a tuple of two for queries and keys
         that differ; cu_seqlens_q and cu_seqlens_kv (int32 [b + 1]) give the same by lengths. For the arbitrary mask
         [1 or b, 1 or h, s, s_kv]. Other masks read none of them. core_attention_bias [1 or b, 1 or h, s, s_kv];
         alibi_slopes float32 [h] or [b, h], by default those of the ALiBi paper. None means the value of the
-        constructor. Accepted without an effect on results: max_seqlen_*, cu_seqlens_*_padded, fast_zero_fill,
-        num_splits, pad_between_seqs, bf16_backward."""
+        constructor. softcap c: the scores are c tanh(s / c), before biases and masks.
+        thd: a padding mask, with cu_seqlens_* (int32 [sequences + 1]) for the tokens of each sequence, and
+        cu_seqlens_*_padded for the rows where they begin, if there is padding. Rows of padding may hold any finite
+        value; their results and gradients are 0. max_seqlen_* bound the lengths; without them a GPU's host waits once
+        to read the longest. Lengths that do not fit raise a ValueError on the CPU; a GPU asserts on the device.
+        qkv_layer [.., 3, h, d], or kv_layer [.., 2, g, d] beside query_layer, in place of separate tensors;
+        qkv_interleave_dim -2: [.., h, 3, d].
+        Accepted without an effect on results: fast_zero_fill, num_splits, pad_between_seqs, bf16_backward, and with
+        other layouts than thd max_seqlen_* and cu_seqlens_*_padded."""
         op = "DotProductAttention"
         mask = attn_mask_type or self.attn_mask_type
         layout = qkv_format or self.qkv_format
@@ -185,29 +217,20 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_mask(op, mask)
         check_window(op, window)
         check_format(op, layout)
-        refuse(op, "logit soft-capping", softcap=softcap)
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         refuse(op, "FP8", fp8_output=fp8_output)
         refuse(op, "a score modification", score_mod=score_mod is not None)
-        refuse(op, "packed attention input", qkv_layer=qkv_layer is not None, kv_layer=kv_layer is not None)
-        self._check_qkv(query_layer, key_layer, value_layer, layout)
-        seq_dim, device = (0 if layout == "sbhd" else 1), query_layer.device
-        batch, seqs = query_layer.shape[1 - seq_dim], (query_layer.shape[seq_dim], key_layer.shape[seq_dim])
-        sizes = Sizes(batch, seqs, device, layout)
-        if self.tp_size > 1 and core_attention_bias_type == "alibi" and alibi_slopes is None:
-            alibi_slopes = self._own_slopes(device)
-        biases = {"bias": core_attention_bias, "slopes": alibi_slopes}
-        check_bias(op, core_attention_bias_type, sizes, **biases, heads=self.num_attention_heads)
-        lengths = (cu_seqlens_q, cu_seqlens_kv)
-        if "padding" in mask:
-            check_padding(op, attention_mask, lengths, sizes)
-        elif mask == "arbitrary":
-            check_arbitrary(op, attention_mask, sizes, heads=self.num_attention_heads)
-        if is_autocast(query_layer):
-            query_layer, key_layer, value_layer = map(to_autocast, (query_layer, key_layer, value_layer))
+        packed_inputs = {"qkv_layer": qkv_layer, "kv_layer": kv_layer, "interleave_dim": qkv_interleave_dim}
+        tensors = separate(op, layout, query_layer, key_layer, value_layer, **packed_inputs)
+        self._check_qkv(*tensors, layout)
+        lengths, max_seqlens = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
+        bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
+        sizes, biases = self._check_call(*tensors[:2], layout, mask, attention_mask, lengths, max_seqlens, bias)
+        if is_autocast(tensors[0]):
+            tensors = tuple(map(to_autocast, tensors))
         path = attention_path(
-            device,
-            query_layer.dtype,
+            sizes.device,
+            tensors[0].dtype,
             mask=mask,
             window=window,
             bottom_right=bottom_right,
@@ -215,32 +238,26 @@ class DotProductAttention(TransformerEngineBaseModule):
             bias_grad=core_attention_bias_type != "no_bias"
             and any(t is not None and t.requires_grad for t in biases.values()),
             dropout=self._dropout(),
-            seq_q=seqs[0],
-            seq_kv=seqs[1],
-            flash_fits=self._flash_fits and query_layer.numel() > 0 and key_layer.numel() > 0,
+            seq_q=sizes.seqs[0],
+            seq_kv=sizes.seqs[1],
+            flash_fits=self._flash_fits and tensors[0].numel() > 0 and tensors[1].numel() > 0,
             away=self._away,
+            packed=layout == "thd",
+            sink=self.softmax_type != "vanilla",
+            softcap=bool(softcap),
+            max_logit=self.return_max_logit,
         )
-        scores = Scores(None, None, None)
-        if path.mask_tensor:
-            scores = build_scores(
-                path.pattern,
-                batch=batch,
-                seqs=seqs,
-                device=device,
-                heads=self.num_attention_heads,
-                dtype=path.dtype,
-                scale=self.softmax_scale,
-                attention_mask=attention_mask,
-                cu_seqlens=lengths,
-                bias_kind=core_attention_bias_type,
-                **biases,
-            )
-        attn_mask, unseen, padding = scores
-        run = partial(self._attend, layout=layout, path=path, unseen=unseen, padding=padding)
+        scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
+        if path.chunked:
+            padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            scores |= biases | {"softcap": softcap, "padded": padded, "max_seqlens": max_seqlens}
+            run, attn_mask = partial(self._by_chunks, sizes=sizes, path=path, **scores), None
+        else:
+            run, attn_mask = self._by_torch(sizes, path, **scores, **biases)
         if checkpoint_core_attention:
             tracker = {"get_rng_state_tracker": self.get_rng_state_tracker} if self._forks() else {}
-            return checkpoint(run, query_layer, key_layer, value_layer, attn_mask, use_reentrant=False, **tracker)
-        return run(query_layer, key_layer, value_layer, attn_mask)
+            return checkpoint(run, *tensors, attn_mask, use_reentrant=False, **tracker)
+        return run(*tensors, attn_mask)
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
         """Stores the group. Errors: ValueError if its size differs from the number that divides the heads."""
@@ -275,7 +292,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _check_qkv(self, query, key, value, layout: str) -> None:
         op = "DotProductAttention"
         heads, groups = self.num_attention_heads, self.num_gqa_groups
-        batch_dim = 1 if layout == "sbhd" else 0
+        dims, batch_dim = len(layout), 1 if layout == "sbhd" else 0
         for name, tensor, wanted in (
             ("query_layer", query, (heads, self.hidden_size_per_attention_head_k)),
             ("key_layer", key, (groups, self.hidden_size_per_attention_head_k)),
@@ -283,9 +300,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         ):
             if tensor is not None and type(tensor) is not torch.Tensor:
                 check_tensor(op, name, tensor)
-            if tensor is None or tensor.dim() != 4 or tuple(tensor.shape[2:]) != wanted:
-                got = None if tensor is None else tuple(tensor.shape)
-                raise ValueError(f"{op}: argument '{name}' has shape {got}, wanted [., ., {wanted[0]}, {wanted[1]}].")
+            if tensor is None or tensor.dim() != dims or tuple(tensor.shape[-2:]) != wanted:
+                got, any_size = None if tensor is None else tuple(tensor.shape), "., " * (dims - 2)
+                raise ValueError(
+                    f"{op}: argument '{name}' has shape {got}, wanted [{any_size}{wanted[0]}, {wanted[1]}]."
+                )
             if not tensor.is_floating_point():
                 raise ValueError(f"{op}: argument '{name}' is {tensor.dtype}, wanted float32, float16 or bfloat16.")
             mixed = tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type)
@@ -294,16 +313,120 @@ class DotProductAttention(TransformerEngineBaseModule):
                     f"{op}: argument '{name}' is {tensor.dtype} on {tensor.device}, wanted {query.dtype} on "
                     f"{query.device} like 'query_layer'."
                 )
-            if tensor.shape[batch_dim] != query.shape[batch_dim]:
+            if layout != "thd" and tensor.shape[batch_dim] != query.shape[batch_dim]:
                 raise ValueError(
                     f"{op}: argument '{name}' has shape {tuple(tensor.shape)} in {layout}, wanted the batch size "
                     f"{query.shape[batch_dim]} of 'query_layer'."
                 )
-        if value.shape[:2] != key.shape[:2]:
+        if value.shape[:-2] != key.shape[:-2]:
             raise ValueError(
                 f"{op}: argument 'value_layer' has shape {tuple(value.shape)}, wanted the sequence length of "
                 f"'key_layer', {tuple(key.shape)}."
             )
+
+    def _check_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        layout: str,
+        mask: str,
+        attention_mask: AttentionMask,
+        lengths: tuple[torch.Tensor | None, torch.Tensor | None],
+        max_seqlens: tuple[int | None, int | None],
+        bias: tuple[str, torch.Tensor | None, torch.Tensor | None],
+    ) -> tuple[Sizes, dict[str, torch.Tensor | None]]:
+        """The sizes of the sequences, and what is added to their scores: bias (its type, its tensor, the slopes)."""
+        op, device, (kind, added, slopes) = "DotProductAttention", query.device, bias
+        if layout == "thd":
+            options = {"bias": kind, "dropout": self._dropout(), "on_cuda": query.is_cuda}
+            check_packed(op, mask, lengths, max_seqlens, **options)
+            sizes = Sizes(len(lengths[0]) - 1, (query.shape[0], key.shape[0]), device, layout)
+        else:
+            seq_dim = 0 if layout == "sbhd" else 1
+            seqs = (query.shape[seq_dim], key.shape[seq_dim])
+            sizes = Sizes(query.shape[1 - seq_dim], seqs, device, layout)
+        if self.tp_size > 1 and kind == "alibi" and slopes is None:
+            slopes = self._own_slopes(device)
+        biases = {"bias": added, "slopes": slopes}
+        check_bias(op, kind, sizes, **biases, heads=self.num_attention_heads)
+        if "padding" in mask and layout != "thd":
+            check_padding(op, attention_mask, lengths, sizes)
+        elif mask == "arbitrary":
+            check_arbitrary(op, attention_mask, sizes, heads=self.num_attention_heads)
+        return sizes, biases
+
+    def _by_torch(self, sizes: Sizes, path: AttentionPath, **scores) -> tuple[Callable, torch.Tensor | None]:
+        """torch's attention as a function of q, k, v and the mask tensor."""
+        made = Scores(None, None, None)
+        if path.mask_tensor:
+            made = build_scores(
+                path.pattern,
+                batch=sizes.batch,
+                seqs=sizes.seqs,
+                device=sizes.device,
+                heads=self.num_attention_heads,
+                dtype=path.dtype,
+                scale=self.softmax_scale,
+                **scores,
+            )
+        run = partial(self._attend, layout=sizes.layout, path=path, unseen=made.unseen, padding=made.padding)
+        return run, made.attn_mask
+
+    def _by_chunks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _: None,
+        *,
+        sizes: Sizes,
+        path: AttentionPath,
+        attention_mask: AttentionMask,
+        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+        padded: tuple[torch.Tensor | None, torch.Tensor | None],
+        max_seqlens: tuple[int | None, int | None],
+        bias_kind: str,
+        bias: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        softcap: float | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """functional.attention, which takes the pattern as numbers and makes no tensor of queries x keys."""
+        refuse_dropout("DotProductAttention", self._dropout(), "a sink, a cap or the maximum logit")
+        pattern, rows = path.pattern, {}
+        if sizes.layout == "thd":
+            for i, side in enumerate(("q", "kv")):
+                rows[f"cu_seqlens_{side}"], rows[f"cu_seqlens_{side}_padded"] = cu_seqlens[i], padded[i]
+                rows[f"max_seqlen_{side}"] = longest(cu_seqlens[i], max_seqlens[i])
+        elif pattern.padding:
+            rows["present_q"], rows["present_kv"] = present_tokens(attention_mask, cu_seqlens, sizes.seqs)
+        elif pattern.arbitrary:
+            rows["mask"] = attention_mask
+        if bias_kind == "alibi":
+            rows["alibi_slopes"] = default_slopes(self.num_attention_heads, sizes.device) if slopes is None else slopes
+        elif bias_kind != "no_bias":
+            rows["bias"] = bias
+            rows["bias_scale"] = self.softmax_scale if bias_kind == "pre_scale_bias" else 1.0
+        out, _, max_logit = functional.attention(
+            query,
+            key,
+            value,
+            layout=sizes.layout,
+            scale=self.softmax_scale,
+            softcap=softcap or 0.0,
+            window=(pattern.left, pattern.right),
+            bottom_right=pattern.bottom_right,
+            sink=self._sink(sizes.device),
+            **rows,
+        )
+        if not torch.compiler.is_compiling() and _C.is_recording():
+            _C.record_path("attention", *path_taken(out, path))
+        out = out.flatten(-2)
+        return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
+
+    def _sink(self, device: torch.device) -> torch.Tensor | None:
+        if self.softmax_type == "off-by-one":
+            return torch.zeros(self.num_attention_heads, device=device)
+        return self.softmax_offset.float() if self.softmax_type == "learnable" else None
 
     def _attend(
         self,

@@ -1,0 +1,82 @@
+# te::attention as an op: its schemas and Meta functions, what it saves, what it refuses by itself.
+import pytest
+import torch
+from module_contract import saved_shapes
+from support import refused
+
+from transformer_engine.pytorch import functional
+
+from .packed_cases import Packed
+
+PATTERN, SCORES = [-1, 0, 0, -1, -1], [0.25, 1.0, 0.0]
+
+
+def rows(**given):
+    names = ("mask", "present_q", "present_kv", "q", "kv", "q_padded", "kv_padded")
+    return [given.get(name) for name in names]
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_opcheck(device, layout):
+    ops, floats = torch.ops.te, {"device": device}
+    lengths = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+    packed = layout == "thd"
+    q, k, v = (torch.randn((5, h, 8) if packed else (2, 3, h, 8), **floats) for h in (4, 2, 2))
+    bias = None if packed else torch.randn(1, 4, 3, 3, **floats)
+    told = rows(q=lengths, kv=lengths) if packed else rows(present_q=torch.ones(2, 3, dtype=torch.bool, device=device))
+    sink, slopes = torch.zeros(4, **floats), torch.ones(4, **floats)
+    rest = (told, layout, PATTERN, SCORES)
+    leaves = [t if t is None else t.clone().requires_grad_() for t in (q, k, v, bias, slopes, sink)]
+    torch.library.opcheck(ops.attention.default, (*leaves, *rest))
+    torch.library.opcheck(ops.attention_fwd.default, (q, k, v, bias, slopes, sink, *rest))
+    out, lse, _ = ops.attention_fwd(q, k, v, bias, slopes, sink, *rest)
+    wanted = [True, True, True, bias is not None, True, True]
+    arguments = (torch.randn_like(out), None, q, k, v, bias, slopes, sink, out, lse, *rest, wanted)
+    torch.library.opcheck(ops.attention_bwd.default, arguments)
+
+
+def test_saves_no_scores(device):
+    """q, k, v and out of 300 tokens, one value a row and head, and the lengths."""
+    packed = Packed([200, 100])
+    tensors = [t.requires_grad_() for t in packed.tensors(4, 2, 16, 16, torch.bfloat16, device)]
+    call = {"layout": "thd", "scale": 0.25, **packed.arguments(device)}
+    saved = saved_shapes(lambda: functional.attention(*tensors, **call)[0].sum())
+    kept = [entry for entry in saved if 300 in entry[0]]
+    heads = [((300, h, 16), torch.bfloat16) for h in (4, 2, 2, 4)]
+    assert sorted(map(str, kept)) == sorted(map(str, [*heads, ((300, 4), torch.float32)]))
+    assert all(shape == (3,) for shape, _ in saved if 300 not in shape and shape)
+
+
+def test_double_backward_is_refused(device):
+    q = torch.randn(2, 3, 2, 8, device=device, requires_grad=True)
+    with refused(NotImplementedError, "attention", "double backward"):
+        torch.autograd.grad(functional.attention(q, q, q, scale=1.0)[0].sum(), q, create_graph=True)
+    assert [t.requires_grad for t in functional.attention(q, q, q, scale=1.0)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layout": "hsbd"}, ("'layout'", "hsbd", "thd")),
+        ({"q": (2, 3, 16)}, ("'q'", "[2, 3, 16]", "heads, head_dim")),
+        ({"k": (2, 3, 2, 4)}, ("'k'", "[2, 3, 2, 4]", "head_dim of 'q'")),
+        ({"k": (2, 3, 3, 8)}, ("'k'", "[2, 3, 3, 8]", "divides")),
+        ({"k": (1, 3, 2, 8), "v": (1, 3, 2, 8)}, ("'k'", "batch of 'q'")),
+        ({"v": (2, 4, 2, 8)}, ("'v'", "[2, 4, 2, 8]", "tokens and heads of 'k'")),
+        ({"alibi_slopes": (3,)}, ("'alibi_slopes'", "[3]", "[4]")),
+        ({"layout": "thd", "q": (5, 4, 8), "k": (5, 2, 8), "v": (5, 2, 8)}, ("'cu_seqlens_q'", "None", "int32")),
+    ],
+)
+def test_bad_tensors(change, words):
+    given = {"q": (2, 3, 4, 8), "k": (2, 3, 2, 8), "v": (2, 3, 2, 8)} | change
+    made = {name: torch.randn(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    with refused(ValueError, "attention", *words):
+        functional.attention(made.pop("q"), made.pop("k"), made.pop("v"), scale=1.0, **made)
+
+
+def test_another_dtype_or_device():
+    q = torch.randn(2, 3, 4, 8)
+    with refused(ValueError, "attention", "'k'", "BFloat16", "Float", "like 'q'"):
+        functional.attention(q, q.bfloat16(), q, scale=1.0)
+    with refused(ValueError, "attention", "'q'", "Long"):
+        functional.attention(q.long(), q.long(), q.long(), scale=1.0)

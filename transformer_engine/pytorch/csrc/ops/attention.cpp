@@ -1,0 +1,282 @@
+// The binding of attention: one autograd node over a kernel that returns out and lse (attention_chunked.h), with
+// checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head.
+#include "ops/attention_call.h"
+
+#include "autograd/autograd.h"
+#include "core/op_registration.h"
+#include "ops/attention_chunked.h"
+#include "ops/attention_rows.h"
+
+namespace te_torch {
+
+namespace {
+
+constexpr const char* kOp = "attention";
+constexpr SavedInfo kAttended{"attention input", "the backward computes the scores again", "checkpoint_core_attention",
+                              false};
+constexpr SavedInfo kContext{"attention output", "the scores' gradient reads its product with the incoming one",
+                             "checkpoint_core_attention", false};
+constexpr SavedInfo kLogSumExp{"log of the sum of exp", "the softmax again: one value a row and head",
+                               "checkpoint_core_attention", false};
+constexpr SavedInfo kScoreInput{"bias, slopes, sink, lengths or mask", "the backward computes the scores again",
+                                kCallers, false};
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// pattern: left, right, bottom_right, max_seqlen_q, max_seqlen_kv (-1: not given). scores: scale, bias_scale, softcap.
+constexpr size_t kPatternSize = 5, kScoresSize = 3;
+
+AttentionCall call_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                      const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
+                      std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+  TORCH_CHECK_VALUE(layout == "sbhd" || layout == "bshd" || layout == "thd", kOp, ": argument 'layout' is '", layout,
+                    "', wanted 'sbhd', 'bshd' or 'thd'.");
+  TORCH_CHECK_VALUE(rows.size() == kAttentionRows && pattern.size() == kPatternSize && scores.size() == kScoresSize,
+                    kOp, ": arguments 'rows', 'pattern' and 'scores' have ", rows.size(), ", ", pattern.size(), " and ",
+                    scores.size(), " elements, wanted ", +kAttentionRows, ", ", kPatternSize, " and ", kScoresSize,
+                    "; call functional.attention, which makes them.");
+  AttentionCall call;
+  call.q = q, call.k = k, call.v = v, call.bias = bias, call.slopes = slopes, call.sink = sink;
+  for (size_t i = 0; i < kAttentionRows; ++i) {
+    const std::optional<Tensor> row = rows.get(i);
+    if (row.has_value()) call.rows[i] = *row;
+  }
+  call.packed = layout == "thd", call.batch_first = layout == "bshd";
+  call.left = pattern[0], call.right = pattern[1], call.bottom_right = pattern[2] != 0;
+  for (size_t side = 0; side < 2; ++side) {
+    if (pattern[3 + side] >= 0) call.max_lengths[side] = pattern[3 + side];
+  }
+  call.scale = scores[0], call.bias_scale = scores[1], call.softcap = scores[2];
+  return call;
+}
+
+void check_tensor(const Tensor& t, const char* name, const AttentionCall& call) {
+  TORCH_CHECK_VALUE(t.dim() == (call.packed ? 3 : 4), kOp, ": argument '", name, "' has shape ", t.sym_sizes(),
+                    ", wanted ", call.packed ? "[tokens, heads, head_dim]" : "[., ., heads, head_dim]", ".");
+  TORCH_CHECK_VALUE(t.scalar_type() == call.q.scalar_type() && t.device() == call.q.device(), kOp, ": argument '", name,
+                    "' is ", t.scalar_type(), " on ", t.device(), ", wanted ", call.q.scalar_type(), " on ",
+                    call.q.device(), " like 'q'.");
+}
+
+void check_heads(const AttentionCall& call) {
+  const auto& q = call.q;
+  const bool floats = q.scalar_type() == at::kDouble || q.scalar_type() == at::kFloat || q.scalar_type() == at::kHalf ||
+                      q.scalar_type() == at::kBFloat16;
+  TORCH_CHECK_VALUE(floats, kOp, ": argument 'q' is ", q.scalar_type(),
+                    ", wanted float64, float32, float16 or bfloat16.");
+  check_tensor(q, "q", call), check_tensor(call.k, "k", call), check_tensor(call.v, "v", call);
+  const auto wrong = [](const char* name, const Tensor& t, const char* wanted) {
+    TORCH_CHECK_VALUE(false, kOp, ": argument '", name, "' has shape ", t.sym_sizes(), ", wanted ", wanted, ".");
+  };
+  if (call.k.sym_size(-1) != q.sym_size(-1)) wrong("k", call.k, "the head_dim of 'q'");
+  const auto groups = call.k.sym_size(-2);
+  if (groups < 1 || q.sym_size(-2) % groups != 0) wrong("k", call.k, "a number of heads that divides that of 'q'");
+  for (int64_t dim = 0; dim < q.dim() - 1; ++dim) {
+    if (call.v.sym_size(dim) != call.k.sym_size(dim)) wrong("v", call.v, "the tokens and heads of 'k'");
+  }
+  const int64_t batch_dim = call.batch_first ? 0 : 1;
+  if (!call.packed && call.k.sym_size(batch_dim) != q.sym_size(batch_dim)) wrong("k", call.k, "the batch of 'q'");
+}
+
+void check_lengths(const AttentionCall& call, AttentionRow place, const char* name, const Tensor& like) {
+  const Tensor& t = call.rows[place];
+  const bool fits = t.defined() && t.dim() == 1 && t.scalar_type() == at::kInt && t.device() == call.q.device() &&
+                    (like.defined() ? t.sym_size(0) == like.sym_size(0) : t.sym_size(0) > 0);
+  if (fits) return;
+  std::ostringstream got;
+  if (t.defined()) {
+    got << t.scalar_type() << ' ' << t.sym_sizes() << " on " << t.device();
+  } else {
+    got << "None";
+  }
+  TORCH_CHECK_VALUE(false, kOp, ": argument '", name, "' is ", got.str(), ", wanted int32 [sequences + 1] on ",
+                    call.q.device(), like.defined() ? ", as long as 'cu_seqlens_q'." : ".");
+}
+
+void check_per_head(const OptionalTensor& t, const char* name, const AttentionCall& call, bool by_sequence) {
+  if (!t.has_value()) return;
+  const bool fits = (t->dim() == 1 || (by_sequence && t->dim() == 2)) && t->sym_size(-1) == call.q.sym_size(-2) &&
+                    t->scalar_type() == at::kFloat && t->device() == call.q.device();
+  TORCH_CHECK_VALUE(fits, kOp, ": argument '", name, "' is ", t->scalar_type(), " ", t->sym_sizes(), " on ",
+                    t->device(), ", wanted float32 [", call.q.sym_size(-2), "] on ", call.q.device(),
+                    ", one for each head of 'q'.");
+}
+
+void check_arguments(const AttentionCall& call) {
+  check_heads(call);
+  check_per_head(call.slopes, "alibi_slopes", call, true);
+  check_per_head(call.sink, "sink", call, false);
+  if (call.packed) {
+    check_lengths(call, kLengthsQ, "cu_seqlens_q", {});
+    check_lengths(call, kLengthsKv, "cu_seqlens_kv", call.rows[kLengthsQ]);
+    if (call.rows[kStartsQ].defined()) check_lengths(call, kStartsQ, "cu_seqlens_q_padded", call.rows[kLengthsQ]);
+    if (call.rows[kStartsKv].defined()) check_lengths(call, kStartsKv, "cu_seqlens_kv_padded", call.rows[kLengthsQ]);
+  }
+  const bool of_dense = call.bias.has_value() || call.rows[kMask].defined() || call.rows[kPresentQ].defined() ||
+                        call.rows[kPresentKv].defined();
+  TORCH_CHECK_VALUE(!(call.packed && of_dense), kOp,
+                    ": arguments 'bias', 'mask' and 'present' are given for packed sequences, wanted None; a bias that "
+                    "is a tensor needs sequences in a batch.");
+  TORCH_CHECK_VALUE(call.softcap >= 0.0, kOp, ": argument 'softcap' is ", call.softcap,
+                    ", wanted a number above 0, or 0 or None for none.");
+}
+
+Three attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                    const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
+                    std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  check_arguments(call);
+  check_memory(q, kOp, "q"), check_memory(k, kOp, "k"), check_memory(v, kOp, "v");
+  check_sequences(call);
+  AttentionResult result = chunked_attention(call);
+  return {result.out, result.lse, result.max_logit};
+}
+
+Three attention_fwd_meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                         const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
+                         std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+  const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  check_arguments(call);
+  const auto floats = q.options().dtype(call.compute_dtype());
+  c10::SymDimVector shape(q.sym_sizes().begin(), q.sym_sizes().end() - 1);
+  const Tensor lse = q.new_empty_symint(shape, floats);
+  shape.push_back(v.sym_size(-1));
+  return {q.new_empty_symint(shape), lse, q.new_empty_symint({q.sym_size(-2)}, floats)};
+}
+
+Six attention_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sink,
+                  const Tensor& out, const Tensor& lse, const TensorsOrNone& rows, std::string_view layout,
+                  at::IntArrayRef pattern, at::ArrayRef<double> scores, AttentionWanted wanted) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  AttentionGradients g = chunked_attention_backward(call, {out, lse, {}}, dout, dlse.value_or(Tensor()), wanted);
+  for (Tensor& gradient : g) {
+    if (!gradient.defined()) gradient = q.new_empty({0});
+  }
+  return {g[kQuery], g[kKey], g[kValue], g[kScoreBias], g[kSlopes], g[kSink]};
+}
+
+Six attention_bwd_meta(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+                       const Tensor& v, const OptionalTensor& bias, const OptionalTensor& slopes,
+                       const OptionalTensor& sink, const Tensor& out, const Tensor& lse, const TensorsOrNone& rows,
+                       std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores,
+                       AttentionWanted wanted) {
+  const auto like = [&](AttentionInput input, const OptionalTensor& t) {
+    return wanted[input] ? t->new_empty_symint(t->sym_sizes()) : q.new_empty({0});
+  };
+  return {like(kQuery, q),        like(kKey, k),         like(kValue, v),
+          like(kScoreBias, bias), like(kSlopes, slopes), like(kSink, sink)};
+}
+
+struct AttentionFamily {
+  static constexpr const char* kName = kOp;
+  struct State {
+    std::string layout;
+    std::vector<int64_t> pattern;
+    std::vector<double> scores;
+  };
+  enum Saved { kOut = kAttentionInputs, kLse, kRows };
+
+  template <class Mode>
+  static variable_list forward(State& state, SaveContext& save, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sink,
+                               const TensorsOrNone& rows, std::string_view layout, at::IntArrayRef pattern,
+                               at::ArrayRef<double> scores) {
+    state = {std::string(layout), pattern.vec(), scores.vec()};
+    auto [out, lse, max_logit] = Mode::template call<attention_fwd>("te::attention_fwd", q, k, v, bias, slopes, sink,
+                                                                    rows, layout, pattern, scores);
+    save.keep(kQuery, q, kAttended), save.keep(kKey, k, kAttended), save.keep(kValue, v, kAttended);
+    save.keep(kScoreBias, bias, kScoreInput), save.keep(kSlopes, slopes, kScoreInput);
+    save.keep(kSink, sink, kScoreInput);
+    save.keep(kOut, out, kContext), save.keep(kLse, lse, kLogSumExp);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      save.keep(kRows + static_cast<int>(i), std::optional<Tensor>(rows.get(i)), kScoreInput);
+    }
+    return {out, lse, max_logit};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State& state, const Wanted& asked, const NamedTensors& saved,
+                                const variable_list& grads) {
+    if (!grads[0].defined() && !grads[1].defined()) return {};
+    AttentionWanted wanted{};
+    for (size_t i = 0; i < kAttentionInputs; ++i) wanted[i] = asked[i];
+    const Tensor dout = grads[0].defined() ? grads[0] : saved[kOut].new_zeros_symint(saved[kOut].sym_sizes());
+    const OptionalTensor dlse = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
+    TensorsOrNone rows;
+    for (int i = 0; i < kAttentionRows; ++i) rows.push_back(saved.optional(kRows + i));
+    const Six g = Mode::template call<attention_bwd>(
+        "te::attention_bwd", dout, dlse, saved[kQuery], saved[kKey], saved[kValue], saved.optional(kScoreBias),
+        saved.optional(kSlopes), saved.optional(kSink), saved[kOut], saved[kLse], rows, std::string_view(state.layout),
+        at::IntArrayRef(state.pattern), at::ArrayRef<double>(state.scores), wanted);
+    variable_list out{std::get<0>(g), std::get<1>(g), std::get<2>(g), std::get<3>(g), std::get<4>(g), std::get<5>(g)};
+    for (size_t i = 0; i < kAttentionInputs; ++i) {
+      if (!wanted[i]) out[i] = Tensor();
+    }
+    return out;
+  }
+};
+
+Three attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                         const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
+                         std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+  const variable_list out =
+      Node<AttentionFamily, Dispatched>::run(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
+}
+
+Three attention_dispatched(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                           const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
+                           std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+  return Dispatched::call<attention_fwd>("te::attention_fwd", q, k, v, bias, slopes, sink, rows, layout, pattern,
+                                         scores);
+}
+
+// Called by Python in eager mode.
+Three attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                const OptionalTensor& slopes, const OptionalTensor& sink,
+                const std::vector<OptionalTensor>& row_tensors, const std::string& layout,
+                const std::vector<int64_t>& pattern, const std::vector<double>& scores) {
+  TensorsOrNone rows;
+  std::vector<const Tensor*> given{&q, &k, &v, pointer_to(bias), pointer_to(slopes), pointer_to(sink)};
+  for (const OptionalTensor& t : row_tensors) rows.push_back(t), given.push_back(pointer_to(t));
+  if (must_dispatch(given)) {
+    return Dispatched::call<attention_autograd>("te::attention", q, k, v, bias, slopes, sink, rows,
+                                                std::string_view(layout), at::IntArrayRef(pattern),
+                                                at::ArrayRef<double>(scores));
+  }
+  if (!needs_graph({&q, &k, &v, pointer_to(bias), pointer_to(slopes), pointer_to(sink)})) {
+    return attention_fwd(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  }
+  const variable_list out =
+      Node<AttentionFamily, Direct>::run(q, k, v, bias, slopes, sink, rows, std::string_view(layout),
+                                         at::IntArrayRef(pattern), at::ArrayRef<double>(scores));
+  return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
+}
+
+}  // namespace
+
+#define TE_INPUTS "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? sink, "
+#define TE_CALL "Tensor?[] rows, str layout, int[] pattern, float[] scores"
+
+TE_OP_REGISTRATION(attention, ops) {
+  ops.op("attention_fwd(" TE_INPUTS TE_CALL ") -> (Tensor, Tensor, Tensor)")
+      .kernel(attention_fwd)
+      .meta(attention_fwd_meta);
+  ops.op("attention_bwd(Tensor dout, Tensor? dlse, " TE_INPUTS "Tensor out, Tensor lse, " TE_CALL
+         ", bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+      .kernel(attention_bwd)
+      .meta(attention_bwd_meta);
+  ops.op("attention(" TE_INPUTS TE_CALL ") -> (Tensor, Tensor, Tensor)")
+      .composite(attention_dispatched)
+      .autograd(attention_autograd)
+      .python(attention);
+}
+
+#undef TE_INPUTS
+#undef TE_CALL
+
+}  // namespace te_torch
