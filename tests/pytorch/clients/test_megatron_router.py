@@ -1,10 +1,13 @@
 """megatron-core's router calls our fused functions (`moe_router_fusion`), and gets what it computes by itself. Skipped,
 by name, where the package is not installed."""
 
+import functools
 import importlib.util
 
 import pytest
 import torch
+
+from transformer_engine.pytorch import router
 
 there = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 pytestmark = pytest.mark.skipif(not there, reason="needs the extra: pip install 'transformer_engine[megatron]'")
@@ -23,6 +26,20 @@ CHOICES = {
     },
     "sqrtsoftplus": {"score_function": "sqrtsoftplus", "expert_bias": torch.linspace(0.1, -0.1, 16)},
 }
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """Names of our functions that megatron-core has called."""
+    from megatron.core.transformer.moe import moe_utils
+
+    called = []
+    for name in ("topk_with_score_function", "compute_score_for_moe_aux_loss", "moe_aux_loss"):
+        ours = getattr(router, f"fused_{name}")
+        assert getattr(moe_utils, f"fused_{name}") is ours
+        spy = functools.wraps(ours)(lambda *a, _ours=ours, **kw: (called.append(_ours.__name__), _ours(*a, **kw))[1])
+        monkeypatch.setattr(moe_utils, f"fused_{name}", spy)
+    return called
 
 
 def results(function, *args, **options):
@@ -46,17 +63,18 @@ def expect_same(found):
 
 @pytest.mark.parametrize("topk", (1, 4))
 @pytest.mark.parametrize("choice", CHOICES)
-def test_choice(choice, topk):
+def test_choice(choice, topk, fused_calls):
     from megatron.core.transformer.moe import moe_utils
 
     options = dict(CHOICES[choice])
     if topk == 1:
         options |= {name: None for name in ("num_groups", "group_topk") if name in options}
     expect_same(results(moe_utils.topk_routing_with_score_function, topk, **options))
+    assert fused_calls == ["fused_topk_with_score_function"]
 
 
 @pytest.mark.parametrize("score", ("softmax", "sigmoid", "sqrtsoftplus"))
-def test_scores_and_loss(score):
+def test_scores_and_loss(score, fused_calls):
     from megatron.core.transformer.moe import moe_utils
 
     found = results(moe_utils.compute_routing_scores_for_aux_loss, 4, score)
@@ -75,3 +93,4 @@ def test_scores_and_loss(score):
         )
         losses.append((loss.detach(), torch.autograd.grad(loss, scores)[0]))
     torch.testing.assert_close(*losses)
+    assert fused_calls == ["fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"]
