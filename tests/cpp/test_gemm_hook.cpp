@@ -134,11 +134,11 @@ TEST_F(GemmHook, TheLoopsValuesAroundIt) {
           te_set_cpu_gemm(backwards);
           const int before = calls;
           const auto by_hook = p.after(run);
-          EXPECT_EQ(path(), "the CPU product that te_set_cpu_gemm was lent");
+          EXPECT_EQ(path(), "the CPU product that te_set_cpu_gemm installed");
           EXPECT_EQ(calls, before + 1);
           EXPECT_EQ(p.after(te_gemm_by_loop), by_loop);
           EXPECT_EQ(path(), "CPU loop");
-          EXPECT_EQ(calls, before + 1) << "te_gemm_by_loop is the plain loop, whatever was lent";
+          EXPECT_EQ(calls, before + 1) << "te_gemm_by_loop is the plain loop, whatever is installed";
           EXPECT_EQ(by_hook, by_loop) << "layout " << layout << ", epilogue " << epilogue << ", accumulate "
                                       << accumulate;
         }
@@ -281,7 +281,7 @@ TEST_F(GemmHook, Fp8OperandsComeWidened) {
   EXPECT_EQ(wrong, 0);
 }
 
-// Several calls at once, while what is lent changes: each goes by one or the other from its beginning to its end.
+// Several calls run while the installed product changes: each call uses one product from its beginning to its end.
 TEST_F(GemmHook, ManyThreads) {
   std::atomic<bool> done{false};
   std::atomic<int> bad{0};

@@ -47,14 +47,14 @@ def loop():
         ("cpu", BF16, F32, {"into": True, "bias_gradient": True}, "LibTorch", True, "LibTorch's CPU product"),
         ("cpu", BF16, BF16, {"empty": True}, "LibTorch", True, "LibTorch's CPU product"),
         ("cpu", FP8, BF16, {"bias": F32}, "LibTorch", True, "LibTorch's CPU product of widened operands"),
-        ("cpu", FP8, BF16, {"empty": True}, "nobody", True, "nothing to multiply"),
+        ("cpu", FP8, BF16, {"empty": True}, "none", True, "nothing to multiply"),
         ("cuda", BF16, BF16, {"bias": BF16}, "cuBLASLt", False, None),
         ("cuda", BF16, BF16, {"bias_gradient": True}, "cuBLASLt", False, None),
         ("cuda", BF16, F32, {"bias_gradient": True}, "cuBLASLt", True, "cuBLASLt, the bias gradient on its own"),
         ("cuda", F32, F32, {"bias_gradient": True}, "cuBLASLt", False, None),
         ("cuda", F32, F32, {"bias_gradient": True, "empty": True}, "cuBLASLt", True, "cuBLASLt, the bias gradient on"),
         ("cuda", BF16, F32, {"into": True}, "cuBLASLt", False, None),
-        ("cuda", BF16, F32, {"into": True, "empty": True}, "nobody", True, "nothing to multiply"),
+        ("cuda", BF16, F32, {"into": True, "empty": True}, "none", True, "nothing to multiply"),
         ("cuda", F32, F32, {"empty": True}, "cuBLASLt", False, None),
         ("cuda", FP8, BF16, {"bias": BF16}, "cuBLASLt", False, None),
         ("cuda", FP8, F32, {"bias": BF16}, "cuBLASLt", False, None),
@@ -63,7 +63,7 @@ def loop():
         ("cuda", FP8, F32, {"bias": F32}, "cuBLASLt", True, "cuBLASLt, the bias on its own"),
         ("cuda", FP8, F32, {"into": True}, "cuBLASLt", False, None),
         ("cuda", FP8, F32, {"into": True, "wide": False}, "cuBLASLt", True, "cuBLASLt, brought into the output on its"),
-        ("cuda", FP8, F32, {"empty": True}, "nobody", True, "nothing to multiply"),
+        ("cuda", FP8, F32, {"empty": True}, "none", True, "nothing to multiply"),
     ],
 )
 def test_the_decision(place, operands, out, options, by, apart, words):
@@ -73,7 +73,7 @@ def test_the_decision(place, operands, out, options, by, apart, words):
     assert (path[3] or "") != "" or not apart or by != "cuBLASLt", "an operation on its own has a reason"
     with cpu_products("loop"):
         looped = _C.gemm_path(torch.device(place), operands, out, **options)
-    if place == "cuda" or by == "nobody":
+    if place == "cuda" or by == "none":
         assert looped == path
     else:
         beside = operands == FP8 and (options.get("bias", BF16) != BF16)
@@ -328,7 +328,7 @@ def test_the_engine_is_lent_libtorchs_product(layout, dtype):
                 d.fill_(torch.nan)
             add = wide(before[:, :COLS]) if accumulate else 0.0
             engine.call("te_gemm", a, b, d, layout, accumulate)
-            assert engine.path() == "the CPU product that te_set_cpu_gemm was lent"
+            assert engine.path() == "the CPU product that te_set_cpu_gemm installed"
             want, size = wide(left) @ wide(right) + add, wide(left).abs() @ wide(right).abs() + abs(add)
             assert_within(d, want, sum_error(size, DEPTH + 1) + rounding(want, out_dtype))
             assert_same_bits(memory[:, COLS:], before[:, COLS:], "beyond d's columns")

@@ -61,7 +61,7 @@ void no_cuda(const char* op) {
   throw Error(TE_NOT_IMPLEMENTED,
               concat(op,
                      ": got a CUDA tensor, but this build has no CUDA kernels; rebuild where nvcc is found "
-                     "(TE_WITH_CUDA=ON says why it is not), or move the tensor to the CPU."));
+                     "(TE_WITH_CUDA=ON prints why it is not), or move the tensor to the CPU."));
 }
 
 void* open_library(const char* name) {

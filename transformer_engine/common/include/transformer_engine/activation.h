@@ -1,11 +1,12 @@
 /* activation: elementwise and gated activations (GLU family), forward and backward, for MLP blocks.
  *
  * Formula. Plain kinds: y = act(x). Gated kinds read x as [a | b], two halves of each row, a first: y = act(a) * b.
+ * TE_ACTIVATION_TABLE (ops/activation/activation_math.h) is the list of all kinds with their formulas; among them are:
  *   sigmoid(t) = 1 / (1 + exp(-t))
  *   gelu(t)  = t * sigmoid(2 u), u = sqrt(2/pi) * (t + 0.044715 t^3)     (the tanh approximation)
  *   qgelu(t) = t * sigmoid(1.702 t)     silu(t) = t * sigmoid(t)
  *   relu(t)  = max(t, 0), NaN kept      srelu(t) = relu(t)^2
- *   geglu, glu (act = sigmoid), qgeglu, reglu, sreglu, swiglu: the gated forms
+ *   gated, in the order of these formulas: glu (act = sigmoid), geglu, qgeglu, swiglu, reglu, sreglu
  *   clamped_swiglu: p = min(a, limit), q = clamp(b, -limit, limit) + glu_linear_offset, y = p * sigmoid(alpha p) * q
  *     (limit > 0, defaults 7, 1.702, 1; a gradient is 0 where its operand is clamped).
  * Shapes. x [rows, cols] for plain kinds, [rows, 2 cols] for gated ones; y [rows, cols].
@@ -72,7 +73,7 @@ TE_API te_status te_activation_forward_quantize(int kind, te_activation_params p
                                                 te_stream stream);
 
 /* dx in FP8 (for gated kinds the merged [da | db]) and, if `y` is not NULL, y too, with its own plan. One launch; two
- * for a gated kind whose columns are no multiple of 128. */
+ * for a gated kind whose columns are not a multiple of 128. */
 TE_API te_status te_activation_backward_quantize(int kind, te_activation_params params, te_tensor dy, te_tensor x,
                                                  const struct te_quantize_plan* dx_plan, const struct te_quantized* dx,
                                                  const struct te_quantize_plan* y_plan, const struct te_quantized* y,

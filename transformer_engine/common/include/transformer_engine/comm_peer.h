@@ -70,8 +70,8 @@ TE_API te_status te_comm_peer_slot(te_comm_peer* channel, int32_t slot, void* co
 TE_API te_status te_comm_peer_begin(te_comm_peer* channel, int32_t slot, const char* text);
 /* Later pushes wait for the current work of `stream`. */
 TE_API te_status te_comm_peer_follow(te_comm_peer* channel, te_stream stream);
-/* Pushes `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. To
- * this rank itself at most one copy a call, without a word. */
+/* Pushes `rows` runs of row_bytes, source_pitch bytes apart, into `to`'s slot from `offset` on, target_pitch apart. If
+ * `to` is this rank itself, at most one copy a call is allowed, and no word is set for it. */
 TE_API te_status te_comm_peer_push(te_comm_peer* channel, int32_t slot, int32_t to, size_t offset, size_t target_pitch,
                                    const void* source, size_t source_pitch, size_t row_bytes, int64_t rows);
 /* The call has no more pushes to `to`. */

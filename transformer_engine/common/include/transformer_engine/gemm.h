@@ -8,7 +8,7 @@
  *   NT  d[N, K] = b[M, N]^T a[M, K]     wgrad: a = input, b = output gradient
  *   accumulate: d += the product instead of d =.
  * Epilogues, applied in float32 before the one rounding; on CUDA those of cuBLASLt, which may round the product to a
- * 16-bit d's dtype first (observed with gelu, with accumulate, and with a bias at sizes that are no multiples of 8):
+ * 16-bit d's dtype first (observed with gelu, with accumulate, and with a bias at sizes that are not multiples of 8):
  *   BIAS       d += bias[cols of d], the same for every row
  *   GELU       aux = the product (plus bias, if given), d = gelu(aux), tanh form; aux is written, shaped like d
  *   DGELU      d = product * gelu'(aux); aux is read, shaped like d

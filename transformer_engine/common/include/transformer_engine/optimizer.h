@@ -21,10 +21,10 @@
  *   with decay_after_momentum: g = g + weight_decay p
  *   p = p - lr g
  *
- * Bits. Every multiply-add is one fma, division and square root are IEEE's, and the two constants of the bias
- * correction come from double: an element's bits depend on its own values and the options alone, not on its position,
- * on how tensors are divided or grouped, on threads, on whether lr and step are on the device, or on that device (but
- * for the payload of a NaN). Scaled states and FP8 weights depend on their whole tensor, through its scale.
+ * Bits. Every multiply-add is one fma, division and square root are rounded as in IEEE 754, and the two constants of
+ * the bias correction come from double: an element's bits depend on its own values and the options alone, not on its
+ * position, on how tensors are divided or grouped, on threads, on whether lr and step are on the device, or on that
+ * device (but for the payload of a NaN). Scaled states and FP8 weights depend on their whole tensor, through its scale.
  *
  * Moments: float32; bfloat16; float16 and float8_e4m3 as value / scale, scale = amax / 32752 and amax / 448, 1 if amax
  * is 0, Inf or NaN, at least FLT_MIN. A scaled second moment that is not 0 never becomes 0: it is at least the format's

@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/* Element (s, b, h, d) lies at data + s * seq_stride + b * batch_stride + (h / g) * group_stride + (h % g) *
+/* Element (s, b, h, d) is at data + s * seq_stride + b * batch_stride + (h / g) * group_stride + (h % g) *
  * head_stride + d, in elements, with g = heads_per_group; heads_per_group = 0 means one group, and no group_stride.
  * (q has groups in a packed projection [seq, batch, groups, (g + 2) * head_dim].) */
 typedef struct te_rope_tensor {

@@ -42,7 +42,7 @@ typedef enum te_dtype {
 
 /* A view of memory the caller owns: rows x cols elements, element (r, c) at data + r * row_pitch + c, in elements.
  * Leading dimensions are folded into rows by the caller; a vector of n is 1 x n. row_pitch >= cols.
- * data may be NULL only if rows * cols == 0, or if the op's header says that the tensor is optional. */
+ * data may be NULL only if rows * cols == 0, or if the tensor is optional by the op's header. */
 typedef struct te_tensor {
   void* data;
   int64_t rows;

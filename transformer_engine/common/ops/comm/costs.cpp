@@ -35,21 +35,21 @@ constexpr std::initializer_list<Entry> kMeasured = {
       .least_scattered = 2048}},
 };
 
-std::mutex& lent_mutex() {
+std::mutex& overrides_mutex() {
   static std::mutex mutex;
   return mutex;
 }
 
-std::map<std::string, te_comm_costs>& lent() {
+std::map<std::string, te_comm_costs>& overrides() {
   static std::map<std::string, te_comm_costs> costs;
   return costs;
 }
 
 std::optional<te_comm_costs> costs_of(const std::string& kind) {
   {
-    const std::lock_guard<std::mutex> guard(lent_mutex());
-    const auto found = lent().find(kind);
-    if (found != lent().end()) return found->second;
+    const std::lock_guard<std::mutex> guard(overrides_mutex());
+    const auto found = overrides().find(kind);
+    if (found != overrides().end()) return found->second;
   }
   for (const Entry& entry : kMeasured) {
     if (kind == entry.kind) return entry.costs;
@@ -117,9 +117,9 @@ te_status te_comm_lend_costs(const char* kind, const te_comm_costs* costs) {
     const char* op = "te_comm_lend_costs";
     if (kind == nullptr) te::bad_argument(op, "kind", "NULL", "a device's name");
     if (costs != nullptr) te::comm::check_costs(op, "costs", *costs);
-    const std::lock_guard<std::mutex> guard(te::comm::lent_mutex());
-    te::comm::lent().erase(kind);
-    if (costs != nullptr) te::comm::lent().emplace(kind, *costs);
+    const std::lock_guard<std::mutex> guard(te::comm::overrides_mutex());
+    te::comm::overrides().erase(kind);
+    if (costs != nullptr) te::comm::overrides().emplace(kind, *costs);
   });
 }
 

@@ -18,7 +18,7 @@
 namespace te::comm {
 
 constexpr int kSlots = TE_COMM_PEER_SLOTS;
-constexpr int kTexts = 64;  // calls whose text a rank remembers
+constexpr int kTexts = 64;  // calls whose text a rank keeps
 
 struct Text {
   uint32_t hash;

@@ -1,5 +1,5 @@
-// The thread that watches a channel's words, and reports a peer that is dead, late or in another call. It makes no CUDA
-// call, so that captures and stuck streams do not block it.
+// The thread that watches the shared words of a channel, and reports a peer that is dead, late or in another call. It
+// makes no CUDA call, so that captures and stuck streams do not block it.
 #include <unistd.h>
 
 #include <algorithm>

@@ -127,7 +127,7 @@ te_status te_gemm_by_loop(const te_gemm_problem* problem) {
   });
 }
 
-void te_set_cpu_gemm(te_cpu_gemm_hook hook) { te::gemm::cpu::lend(hook); }
+void te_set_cpu_gemm(te_cpu_gemm_hook hook) { te::gemm::cpu::install(hook); }
 
 te_status te_gemm_key_of(const te_gemm_problem* problem, te_gemm_key* key) {
   return te::c_guard([&] {

@@ -7,9 +7,9 @@ namespace te::gemm::cuda {
 namespace {
 
 template <class T>
-__global__ void fill_kernel(T* d, int64_t pitch, const T* bias, int64_t rows, int64_t cols) {
+__global__ void fill_kernel(T* d, int64_t pitch, const T* bias, int64_t m, int64_t n) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < rows * cols) d[i / cols * pitch + i % cols] = bias != nullptr ? bias[i % cols] : from_float<T>(0.f);
+  if (i < m * n) d[i / n * pitch + i % n] = bias != nullptr ? bias[i % n] : from_float<T>(0.f);
 }
 
 template <class T>

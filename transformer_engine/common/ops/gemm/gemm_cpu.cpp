@@ -12,7 +12,7 @@ namespace te::gemm::cpu {
 
 namespace {
 
-std::atomic<te_cpu_gemm_hook> lent{nullptr};
+std::atomic<te_cpu_gemm_hook> installed{nullptr};
 
 float load(const te_tensor& t, int64_t row, int64_t col) {
   float value = 0.f;
@@ -86,7 +86,7 @@ void sum_rows_of_b(const te_gemm_problem& p, const GemmShape& s) {
 
 }  // namespace
 
-void lend(te_cpu_gemm_hook hook) { lent.store(hook, std::memory_order_release); }
+void install(te_cpu_gemm_hook hook) { installed.store(hook, std::memory_order_release); }
 
 void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const GemmShape& s) {
   const Floats a(p.a, p.a_scale_inv, p.a_scaling), b(p.b, p.b_scale_inv, p.b_scaling);
@@ -117,11 +117,11 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& p, const GemmShape& s)
 }
 
 void run(const te_gemm_problem& p, const GemmShape& s) {
-  const te_cpu_gemm_hook hook = is_empty(s) ? nullptr : lent.load(std::memory_order_acquire);
+  const te_cpu_gemm_hook hook = is_empty(s) ? nullptr : installed.load(std::memory_order_acquire);
   if (hook != nullptr) {
-    te_note_path("the CPU product that te_set_cpu_gemm was lent", "");
+    te_note_path("the CPU product that te_set_cpu_gemm installed", "");
   } else {
-    te_note_path("CPU loop", is_empty(s) ? "" : "te_set_cpu_gemm was lent no product");
+    te_note_path("CPU loop", is_empty(s) ? "" : "te_set_cpu_gemm has installed no product");
   }
   run_by(hook, p, s);
 }

@@ -17,8 +17,8 @@ inline void check_aligned(const char* argument, const te_tensor& t) {
     bad_argument("te_gemm", argument, concat("of row pitch ", pitch, " bytes"), "a multiple of 16 with FP8 operands");
   }
   if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) {
-    bad_argument("te_gemm", argument, "at an address that is no multiple of 16",
-                 "an address that is one, with FP8 operands");
+    bad_argument("te_gemm", argument, "at an address that is not a multiple of 16",
+                 "a multiple of 16 with FP8 operands");
   }
 }
 
@@ -27,7 +27,7 @@ inline void check_scales(const char* argument, const te_tensor& scales, te_scali
   const char* op = "te_gemm";
   const ScaleShape e = scales_of(scaling, outer, k);
   const bool pair = scaling == TE_SCALING_TENSOR && scales.cols == 2;  // scale_inv and scale
-  check_shape(op, argument, scales, e.rows, pair ? 2 : e.cols);
+  check_shape(op, argument, scales, e.rows, pair ? 2 : e.columns);
   if (scales.dtype != TE_FLOAT32) {
     bad_argument(op, argument, concat("of dtype ", te_dtype_name(scales.dtype)), "float32");
   }
@@ -36,7 +36,7 @@ inline void check_scales(const char* argument, const te_tensor& scales, te_scali
     bad_argument(op, argument, concat("of row pitch ", scales.row_pitch), concat(scales.cols, ", its columns"));
   }
   if (reinterpret_cast<uintptr_t>(scales.data) % 16 != 0) {  // cuBLASLt 13 on an H200 fails otherwise
-    bad_argument(op, argument, "at an address that is no multiple of 16", "an address that is one");
+    bad_argument(op, argument, "at an address that is not a multiple of 16", "a multiple of 16");
   }
 }
 

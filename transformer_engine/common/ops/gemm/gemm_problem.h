@@ -39,19 +39,19 @@ inline const char* scaling_name(te_scaling scaling) {
 }
 
 struct ScaleShape {
-  int64_t rows, cols;
+  int64_t rows, columns;
 };
 
 // The scales of an FP8 operand [outer, k], in the layout of transformer_engine/quantize.h.
 inline ScaleShape scales_of(te_scaling scaling, int64_t outer, int64_t k) {
-  const auto [rows, cols] = scale_shape(scaling, outer, k);
-  return {rows, cols};
+  const auto [rows, columns] = scale_shape(scaling, outer, k);
+  return {rows, columns};
 }
 
 GemmShape check_problem(const te_gemm_problem& p);  // throws for a bad argument
 
 namespace cpu {
-void lend(te_cpu_gemm_hook hook);
+void install(te_cpu_gemm_hook hook);
 void run(const te_gemm_problem& problem, const GemmShape& shape);  // by the installed product, else by the plain loop
 void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& problem, const GemmShape& shape);  // NULL: by the plain loop
 }  // namespace cpu

@@ -10,7 +10,7 @@
 
 namespace te::offload {
 
-using pinned::kAlignment;  // of pieces in packed form, which lie in slots
+using pinned::kAlignment;  // of pieces in packed form, which are in slots
 using pinned::round_up;
 
 class Backend {

@@ -137,7 +137,7 @@ TE_HOST_DEVICE void sgd_step(const Sgd& s, float g, float& p, float& b) {
   p = fmaf(-s.lr, g, p);
 }
 
-// Neither Inf nor NaN.
+// Returns false for Inf and NaN.
 TE_HOST_DEVICE bool is_finite(float x) { return (detail::bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
 }  // namespace te::optimizer

@@ -72,7 +72,7 @@ bool is_uniform(const te_tensor& a, const te_tensor& b) {
     return concat(one.data == nullptr ? "without data, " : "", shape_of(one), " of row pitch ", one.row_pitch, ", ",
                   dtype != nullptr ? dtype : "of no dtype", ", on ", device_of(one));
   };
-  bad_argument(kOp, argument.c_str(), words(t), concat("like the first one's: ", words(first)));
+  bad_argument(kOp, argument.c_str(), words(t), concat("like the first tensor: ", words(first)));
 }
 
 void check_starts(int32_t i, const char* part, const te_tensor& data) {

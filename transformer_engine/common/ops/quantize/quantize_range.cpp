@@ -117,8 +117,8 @@ void convert(const float* values, int64_t n, float scale, uint8_t* target) {
   std::copy_n(bytes, n, target);
 }
 
-// Calls body(row, first column, n, values) for the range's elements in 128 rows, by 128 columns: a part lies in one
-// block.
+// Calls body(row, first column, n, values) for the range's elements in 128 rows, by 128 columns: each part is within
+// one block.
 template <class Body>
 void for_parts(const te_quantize_range& range, int64_t block_row, Body&& body) {
   const int64_t end = range.start + range.x.cols;

@@ -31,9 +31,9 @@ TE_HOST_DEVICE uint64_t* canary_of(const Pool& pool, unsigned char* page) {
 
 TE_HOST_DEVICE bool is_canary_intact(const Pool& pool, unsigned char* page) {
   const uint64_t* words = canary_of(pool, page);
-  bool whole = true;
-  for (int i = 0; i < int(kCanary / 8); ++i) whole = whole && words[i] == kCanaryWord;
-  return whole;
+  bool intact = true;
+  for (int i = 0; i < int(kCanary / 8); ++i) intact = intact && words[i] == kCanaryWord;
+  return intact;
 }
 
 TE_HOST_DEVICE void write_canary(const Pool& pool, unsigned char* page) {
@@ -54,10 +54,10 @@ TE_HOST_DEVICE bool restore_canaries(const Pool& pool, bool first_time, int64_t 
 
 // Of the pages of a stored entry.
 TE_HOST_DEVICE bool canaries_intact(const Pool& pool, const Entry& entry, int64_t first, int64_t step) {
-  bool whole = true;
+  bool intact = true;
   for (int64_t i = first; i < entry.head.pages; i += step)
-    whole = whole && is_canary_intact(pool, page_of(pool, entry, i));
-  return whole;
+    intact = intact && is_canary_intact(pool, page_of(pool, entry, i));
+  return intact;
 }
 
 }  // namespace te::stash

@@ -38,7 +38,8 @@ struct Share {
   __device__ int count(int64_t tiles) const { return tiles > first ? int((tiles - first + step - 1) / step) : 0; }
 };
 
-// True in the last block that calls it, which then sees the writes of all others. Sets the entry's word back to 0.
+// Returns true in the last block that calls it, to which the writes of all other blocks are visible then. Sets words[0]
+// of the entry back to 0.
 __device__ bool is_last(Entry* entry) {
   __shared__ bool last;
   __syncthreads();

@@ -1,9 +1,10 @@
-// Allocation of pages: which pages a call takes and frees, and its numbers in the report.
-// - Decisions are pure functions of control and the entry, so that all blocks of a launch make the same one; the last
-//   block writes it down. The CPU and CUDA run the same lines, so that their page maps are equal.
+// Allocates pages: selects the pages that a call takes and frees, and updates the numbers of the report.
+// - A decision is a pure function of the control block and the entry. All blocks of a launch therefore make the same
+//   decision, and the last block writes it to memory. The CPU and CUDA run the same lines, so their page maps are
+//   equal.
 // - The counts of pages taken (head) and freed (tails) only grow. tails[n] counts the pages freed by the first n loads,
-//   drops and evicts (n modulo 256): a call that knows the number of these calls before it sees their pages and no
-//   others.
+//   drops and evictions (n modulo 256). A call receives the number of these calls that precede it in the step, and may
+//   take the pages that they freed, but no others.
 #pragma once
 
 #include "ops/stash/stash_layout.h"
@@ -15,9 +16,9 @@ constexpr int64_t kWaits = 128;   // every 128th load waits for the stores, so t
 constexpr int64_t kCanary = 128;  // bytes after each page in debug mode
 constexpr uint64_t kCanaryWord = 0x5afe9a6e5afe9a6eull;
 
-// A macro, as device code needs a literal for a format.
+// A macro, because printf in device code needs a literal as its format.
 #define TE_STASH_NO_SPACE \
-  "te_stash_store: group %lld wants %lld pages and neither tier has space for them; options.trap ends the process.\n"
+  "te_stash_store: group %lld needs %lld pages and neither tier has space for them; options.trap ends the process.\n"
 
 struct Tier {
   int64_t head;
@@ -99,15 +100,15 @@ TE_HOST_DEVICE void raise_peak(int64_t& peak, int64_t value) { raise_peak(peak, 
 
 // ---- taking pages ----
 
-// Here and below, all reads come before the first comparison or write: a GPU thread waits once for consecutive reads,
-// and once more for each read after a write or a branch.
+// The functions from here on read all that they need before their first comparison or write: a GPU thread waits once
+// for consecutive reads, and once more for each read after a write or a branch.
 TE_HOST_DEVICE bool holds_group(const Pool& pool, const Entry& entry) {
   const int32_t state = entry.head.state;
   const int64_t generation = entry.generation, step = pool.control->report.step;
   return state != TE_STASH_STATE_EMPTY && generation == step + 1;
 }
 
-// A position in a ring, where it may be past the end once.
+// Wraps a position in a ring; the position is less than twice the capacity.
 TE_HOST_DEVICE int64_t wrapped(int64_t position, int64_t capacity) {
   return position >= capacity ? position - capacity : position;
 }
@@ -248,8 +249,8 @@ struct StoredEntry {
   }
 };
 
-// The state that a load starts from. layout.counts are the entry's. EMPTY for sizes of another group; then all units
-// count as live, so that all of them are written.
+// Returns the state that a load starts from. layout.counts holds the counts of the entry. Returns EMPTY if the sizes
+// are those of another group; all units count as live then, so that all of them are written.
 template <class AnyTable>
 TE_HOST_DEVICE int32_t plan_load(const StoredEntry& stored, const AnyTable& table, Layout& layout) {
   bool same = stored.present && stored.members == table.count;

@@ -37,8 +37,8 @@ static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof(te_gemm_choice::algorithm),
 
 // A problem with this key, whose addresses have the key's alignments.
 te_gemm_problem problem_of(const te_gemm_key& k) {
-  const auto tensor = [&](int32_t alignment, int64_t rows, int64_t cols, int64_t pitch, int32_t dtype) {
-    return te_tensor{reinterpret_cast<void*>(intptr_t(alignment)), rows, cols, pitch, te_dtype(dtype), k.device};
+  const auto tensor = [&](int32_t alignment, int64_t rows, int64_t columns, int64_t pitch, int32_t dtype) {
+    return te_tensor{reinterpret_cast<void*>(intptr_t(alignment)), rows, columns, pitch, te_dtype(dtype), k.device};
   };
   const auto absent = te_tensor{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
   const bool a_k_major = k.layout == TE_GEMM_TN, b_k_major = k.layout != TE_GEMM_NT;
@@ -57,7 +57,7 @@ te_gemm_problem problem_of(const te_gemm_key& k) {
   p.a_scaling = te_scaling(k.a_scaling);
   p.b_scaling = te_scaling(k.b_scaling);
   p.fast_accumulation = k.fast_accumulation;
-  const auto scales = [&](const ScaleShape& e) { return tensor(16, e.rows, e.cols, e.cols, TE_FLOAT32); };
+  const auto scales = [&](const ScaleShape& e) { return tensor(16, e.rows, e.columns, e.columns, TE_FLOAT32); };
   if (is_fp8(p.a.dtype)) {
     p.a_scale_inv = scales(scales_of(p.a_scaling, k.cols, k.depth));
     p.b_scale_inv = scales(scales_of(p.b_scaling, k.rows, k.depth));
@@ -249,7 +249,7 @@ te_gemm_problem full_product_of(const te_gemm_problem& p) {
   if (is_fp8(p.b.dtype)) {
     const ScaleShape scales = scales_of(p.b_scaling, p.whole_rows, p.b.cols);
     full.b_scale_inv.rows = scales.rows;
-    full.b_scale_inv.cols = full.b_scale_inv.row_pitch = scales.cols;
+    full.b_scale_inv.cols = full.b_scale_inv.row_pitch = scales.columns;
   }
   return full;
 }

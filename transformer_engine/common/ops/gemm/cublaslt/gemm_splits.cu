@@ -18,15 +18,15 @@ constexpr int64_t kMostKept =
 
 enum : uint8_t { kUnknown, kWhole, kSplit };
 
-void be_dense(te_tensor& t, int64_t rows, int64_t cols) {
+void be_dense(te_tensor& t, int64_t rows, int64_t columns) {
   t.rows = rows;
-  t.cols = t.row_pitch = cols;
+  t.cols = t.row_pitch = columns;
 }
 
 void fit_scales(te_tensor& scales, te_scaling scaling, int64_t outer, int64_t k) {
   if (scales.data == nullptr) return;
   const ScaleShape e = scales_of(scaling, outer, k);
-  be_dense(scales, e.rows, e.cols);
+  be_dense(scales, e.rows, e.columns);
 }
 
 te_gemm_problem with_count(te_gemm_problem p, bool along_k, int64_t count) {

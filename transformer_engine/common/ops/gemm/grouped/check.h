@@ -13,9 +13,9 @@ inline const char* name_of(te_grouped_product product) {
 }
 
 // Whether check_as() would pass; `like` has been checked.
-inline bool is_as(const te_tensor& t, int64_t rows, int64_t cols, te_dtype dtype, const te_tensor& like) {
-  return t.rows == rows && t.cols == cols && t.row_pitch >= cols && t.dtype == dtype && t.device == like.device &&
-         (t.data != nullptr || rows * cols == 0);
+inline bool is_as(const te_tensor& t, int64_t rows, int64_t columns, te_dtype dtype, const te_tensor& like) {
+  return t.rows == rows && t.cols == columns && t.row_pitch >= columns && t.dtype == dtype && t.device == like.device &&
+         (t.data != nullptr || rows * columns == 0);
 }
 
 inline void check_presence(const te_grouped_gemm_problem& p, const char* argument, bool wanted, bool given) {

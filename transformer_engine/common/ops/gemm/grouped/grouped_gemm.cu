@@ -118,12 +118,12 @@ class Maps {
 
   struct Key {
     const void* data = nullptr;
-    int64_t rows = 0, cols = 0, pitch = 0;
+    int64_t rows = 0, columns = 0, pitch = 0;
     te_dtype dtype = TE_FLOAT32;
     uint32_t box_rows = 0;  // 0: a free entry
 
     bool operator==(const Key& o) const {
-      return data == o.data && rows == o.rows && cols == o.cols && pitch == o.pitch && dtype == o.dtype &&
+      return data == o.data && rows == o.rows && columns == o.columns && pitch == o.pitch && dtype == o.dtype &&
              box_rows == o.box_rows;
     }
   };

@@ -17,9 +17,9 @@ void check_device(const char* argument, const te_tensor& t, const te_tensor& lik
   if (t.device != like.device) bad_argument(kOp, argument, concat("on ", device_of(t)), device_of(like));
 }
 
-// An operand that is no gradient.
-void check_e4m3(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& like) {
-  check_shape(kOp, argument, t, rows, cols);
+// Checks an operand other than a gradient.
+void check_e4m3(const char* argument, const te_tensor& t, int64_t rows, int64_t columns, const te_tensor& like) {
+  check_shape(kOp, argument, t, rows, columns);
   dispatch_fp8(t.dtype, kOp, argument, [](auto) {});
   check_device(argument, t, like);
   if (t.dtype == TE_FLOAT8_E5M2) {
@@ -33,8 +33,8 @@ void check_scales(const char* argument, const te_tensor& t, const te_tensor& lik
   check_device(argument, t, like);
 }
 
-void check_result(const char* argument, const te_tensor& t, int64_t rows, int64_t cols, const te_tensor& like) {
-  check_shape(kOp, argument, t, rows, cols);
+void check_result(const char* argument, const te_tensor& t, int64_t rows, int64_t columns, const te_tensor& like) {
+  check_shape(kOp, argument, t, rows, columns);
   dispatch_float(t.dtype, kOp, argument, [](auto) {});
   check_device(argument, t, like);
 }
@@ -43,14 +43,14 @@ void check_weight(const te_grouped_gemm_problem& p, int32_t g, int64_t outer, in
   const te_tensor& scales = p.weights_scale_inv[g];
   const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
   const gemm::ScaleShape s = scales_of(blocks ? TE_SCALING_BLOCK_2D : TE_SCALING_TENSOR, outer, k);
-  const int64_t cols = !blocks && scales.cols == 2 ? 2 : s.cols;
-  if (is_as(p.weights[g], outer, k, TE_FLOAT8_E4M3, p.rows) && is_as(scales, s.rows, cols, TE_FLOAT32, p.rows) &&
+  const int64_t columns = !blocks && scales.cols == 2 ? 2 : s.columns;
+  if (is_as(p.weights[g], outer, k, TE_FLOAT8_E4M3, p.rows) && is_as(scales, s.rows, columns, TE_FLOAT32, p.rows) &&
       (s.rows <= 1 || scales.row_pitch == scales.cols)) {
     return;
   }
   check_e4m3(element_name("weights", g).c_str(), p.weights[g], outer, k, p.rows);
   const std::string argument = element_name("weights_scale_inv", g);
-  check_shape(kOp, argument.c_str(), scales, s.rows, cols);
+  check_shape(kOp, argument.c_str(), scales, s.rows, columns);
   check_scales(argument.c_str(), scales, p.rows);
   if (s.rows > 1 && scales.row_pitch != scales.cols) {
     bad_argument(kOp, argument.c_str(), concat("of row pitch ", scales.row_pitch),
@@ -86,9 +86,9 @@ ProblemShape check_rows(const te_grouped_gemm_problem& p) {
 }
 
 void check_panels(const te_grouped_gemm_problem& p, const char* argument, const te_tensor& scales, int64_t panels,
-                  int64_t cols) {
+                  int64_t outer) {
   const bool blocks = p.scaling == TE_SCALING_BLOCK_1D;
-  check_shape(kOp, argument, scales, blocks ? panels : 1, blocks ? (cols + 3) / 4 * 4 : p.groups);
+  check_shape(kOp, argument, scales, blocks ? panels : 1, blocks ? (outer + 3) / 4 * 4 : p.groups);
   check_scales(argument, scales, p.rows);
 }
 
@@ -173,19 +173,19 @@ void run_rows(const te_grouped_gemm_problem& p, int32_t g) {
   gemm::cpu::run(one, gemm_shape(one));
 }
 
-// The panels of `rows` rows, joined to one matrix [cols, rows].
+// The panels of `rows` rows, joined to one matrix [outer, rows].
 class Joined {
  public:
-  Joined(const te_tensor& panels, int64_t first, int64_t cols, int64_t rows) {
+  Joined(const te_tensor& panels, int64_t first, int64_t outer, int64_t rows) {
     const int64_t count = (rows + kPanelRows - 1) / kPanelRows, pitch = count * kPanelRows;
-    bytes_.resize(size_t(cols * pitch));
+    bytes_.resize(size_t(outer * pitch));
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t col = 0; col < cols; ++col) {
-        std::memcpy(bytes_.data() + col * pitch + i * kPanelRows, row_ptr<uint8_t>(panels, (first + i) * cols + col),
+      for (int64_t o = 0; o < outer; ++o) {
+        std::memcpy(bytes_.data() + o * pitch + i * kPanelRows, row_ptr<uint8_t>(panels, (first + i) * outer + o),
                     kPanelRows);
       }
     }
-    tensor = {bytes_.data(), cols, rows, pitch, panels.dtype, panels.device};
+    tensor = {bytes_.data(), outer, rows, pitch, panels.dtype, panels.device};
   }
   Joined(const Joined&) = delete;
   Joined& operator=(const Joined&) = delete;

@@ -1,5 +1,5 @@
 // Launches of a grouped product: parameters of the kernels for at most kLaunchGroups groups each. The Gpu encodes
-// tensor maps, tells which rows begin on 16 bytes and launches kernels. Reads no tensor's memory.
+// tensor maps, checks which rows begin on 16 bytes and launches kernels. No tensor's memory is read here.
 #pragma once
 
 #include <algorithm>

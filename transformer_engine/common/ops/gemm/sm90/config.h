@@ -40,8 +40,8 @@ constexpr int kBoxCols = kSwizzleRow / 2;      // 2-byte elements
 constexpr int kBoxBytes = 64 * kSwizzleRow;    // of a box of 64 rows
 constexpr int kSharedAlignment = 1024;         // of a tile: address bits 7 to 9 are the row within a swizzle atom
 
-// How an operand lies in its matrix. K-major: a box is all of the tile's rows, 64 of K each. MN-major: a box is 64 of
-// K, 64 of the tile's M or N each, and several boxes make the tile.
+// How the tile of an operand is loaded from its matrix. K-major: a box is all of the tile's rows, 64 of K each.
+// MN-major: a box is 64 of K, 64 of the tile's M or N each, and several boxes make the tile.
 enum class Major { kK, kMN };
 
 constexpr int box_rows(Major major, int extent) { return major == Major::kK ? extent : kTileK; }

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     warpgroup_reg_alloc<kConsumerRegisters>();
     run_consumer<Traits>(shared, p, rank, int(threadIdx.x) / kWarpgroup - 1);
   }
-  cluster_sync();  // the other CTA may still write to this one's shared memory
+  cluster_sync();  // the other CTA may still write to the shared memory of this CTA
 }
 
 }  // namespace te::gemm::sm90

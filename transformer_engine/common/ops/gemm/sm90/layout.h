@@ -94,7 +94,7 @@ struct alignas(16) Piece {
 };
 
 template <class R>
-TE_HOST_DEVICE uint32_t bits_in_piece(R value, int i) {  // of element i in its word
+TE_HOST_DEVICE uint32_t bits_in_piece(R value, int i) {  // of element i in the word that holds it
   if constexpr (sizeof(R) == 4) {
     return te::detail::bits_of(value);
   } else {

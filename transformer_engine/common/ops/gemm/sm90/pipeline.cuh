@@ -21,7 +21,7 @@ struct PipelineState {
   TE_HOST_DEVICE void advance() { ++count; }
 };
 
-// Operand tiles; lies on kSharedAlignment. The CTAs of a cluster go through their stages in step: each loads half of
+// Operand tiles; aligned to kSharedAlignment. The CTAs of a cluster go through their stages in step: each loads half of
 // the shared operand for both, so a stage is empty after the consumers of both have released it.
 struct SmemPipeline {
   unsigned char stages[kStages][kStageBytes];

@@ -90,13 +90,13 @@ class PanelScales {
       float of[2];
     };
     const int thread = int(threadIdx.x);
-    const float* rows = pipeline_.scales[stage] + consumer_ * Fp8TileShape::kConsumerM + atom * kMmaAtomM;
-    const float* cols = pipeline_.scales[stage] + Fp8TileShape::kM;
-    const float row[2] = {rows[fragment_row(thread, 0)], rows[fragment_row(thread, 1)]};
+    const float* row_scales = pipeline_.scales[stage] + consumer_ * Fp8TileShape::kConsumerM + atom * kMmaAtomM;
+    const float* col_scales = pipeline_.scales[stage] + Fp8TileShape::kM;
+    const float row[2] = {row_scales[fragment_row(thread, 0)], row_scales[fragment_row(thread, 1)]};
 #pragma unroll
     for (int j = 0; j < Fp8TileShape::kFragment / 4; ++j) {
       if (j % 4 == 0) compiler_fence();  // or all scales are loaded at once and registers spill
-      const Two col = *reinterpret_cast<const Two*>(cols + fragment_col(thread, j));
+      const Two col = *reinterpret_cast<const Two*>(col_scales + fragment_col(thread, j));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         accum[4 * j + i] = fmaf(partial[4 * j + i], row[i / 2] * col.of[i % 2], accum[4 * j + i]);

@@ -49,7 +49,7 @@ TE_HOST_DEVICE PairCoord pair_coord(const int32_t* before, int32_t groups, int32
   return {group, band * kBand + in_band % height, in_band / height};
 }
 
-// What one CTA computes. At an edge one tile of a pair may have no results: m or n is beyond the end.
+// The work of one CTA. At an edge one tile of a pair may have no results: m or n is beyond the end.
 struct WorkTile {
   int32_t m, m_end;     // rows of the result; the left operand begins at m
   int32_t n, n_end;     // columns; the right operand begins at n
