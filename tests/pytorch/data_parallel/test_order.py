@@ -310,7 +310,7 @@ def test_gathers_start_before_reductions(monkeypatch):
 
 
 def test_a_step_that_an_exception_ended(monkeypatch):
-    """What is in flight is waited for, what is not starts on this rank too, and nothing of it stays."""
+    """Collectives in flight are waited for, the others start on this rank too, and the next step finds none of them."""
     comm = FakeCommunicator()
     ddp = wrapped(monkeypatch, comm, ladder(), **SHARDED)
     for step in range(4):

@@ -1,5 +1,5 @@
 """Unknown keywords of a constructor or a context: the error suggests the right name, and a warning explains keywords
-that are no longer needed. Signatures stay unchanged, because clients inspect them."""
+of older versions. Signatures stay unchanged, because clients inspect them."""
 
 import difflib
 import functools

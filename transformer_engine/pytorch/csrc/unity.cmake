@@ -1,5 +1,5 @@
-# Whether files are compiled several at a time: what PyTorch's headers cost a file is then paid once for a group. For
-# wheels, which are built whole; a developer compiles file by file, so that a change costs one.
+# TE_UNITY compiles files in groups, so that PyTorch's headers are parsed once a group instead of once a file. Wheels are
+# built with it; without it, a change compiles one file.
 option(TE_UNITY "compile the extension's files in groups" OFF)
 if(NOT TE_UNITY)
   return()

@@ -1,6 +1,6 @@
 """A module's state between calls that is neither a parameter, a buffer nor an option: quantization with FP8 copies of
 weights, weight gradients that wait, their observers, and the TPComms of its products. Graphs, probes and copies of
-modules use it (snapshot, restore, forget, divert_gradients). Nothing is computed here."""
+modules use it (`snapshot`, `restore`, `forget`, `divert_gradients`). Nothing is computed here."""
 
 from __future__ import annotations
 

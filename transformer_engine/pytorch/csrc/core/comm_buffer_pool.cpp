@@ -233,10 +233,9 @@ bool is_pooled(const Tensor& t) {
 }
 
 void refuse_pooled(const Tensor& t, const char* op, const char* what) {
-  TORCH_CHECK(
-      !is_pooled(t), op, ": ", what, " of shape ", t.sizes(),
-      " lies in a pooled communication buffer of this call, which the next collective overwrites; keep a clone() "
-      "of it.");
+  TORCH_CHECK(!is_pooled(t), op, ": ", what, " of shape ", t.sizes(),
+              " is in a pooled communication buffer of this call, which the next collective overwrites; keep a clone() "
+              "of it.");
 }
 
 void register_comm_buffer_pool(pybind11::module_& m) {

@@ -60,7 +60,7 @@ void fill_returned(const c10::Storage& memory, const at::TensorOptions& options)
 c10::Storage pooled_storage(const at::Tensor& backing);
 at::Tensor pooled_tensor(const c10::Storage& memory, at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Whether t or any view of it lies in a slot.
+// Whether the storage of t is a slot, as it is for all views of a slot.
 TE_EXPORT bool is_pooled(const at::Tensor& t);
 
 // Raises RuntimeError for such a tensor, which `op` would keep as `what` while the next call overwrites it.

@@ -15,7 +15,7 @@ namespace te_torch {
 
 namespace {
 
-// Whether dims [0, dim - 1) fold into one: each stride is the next one's extent (size-1 dims do not matter).
+// Whether dims [0, dim - 1) fold into one: each stride is the extent of the next dim (size-1 dims do not matter).
 bool folds(const Tensor& t) {
   const auto sizes = t.sizes();
   const auto strides = t.strides();
@@ -36,12 +36,13 @@ bool folds(const Tensor& t) {
 
 namespace {
 
-// The engine names a member of a plan in its errors; callers of the ops know it as an argument of the same name.
+// The engine names a member of a plan in its errors; for callers of the ops it is an argument of the same name.
 std::string last_error() {
   constexpr std::string_view kPlan = "argument 'plan.", kArgument = "argument '";
-  std::string words = te_last_error();
-  if (const size_t found = words.find(kPlan); found != std::string::npos) words.replace(found, kPlan.size(), kArgument);
-  return words;
+  std::string message = te_last_error();
+  if (const size_t found = message.find(kPlan); found != std::string::npos)
+    message.replace(found, kPlan.size(), kArgument);
+  return message;
 }
 
 }  // namespace

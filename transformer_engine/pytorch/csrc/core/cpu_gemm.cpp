@@ -37,7 +37,7 @@ void product(te_gemm_layout layout, int64_t rows, int64_t cols, int64_t depth, c
   }
 }
 
-[[maybe_unused]] const bool lent = (te_set_cpu_gemm(product), true);
+[[maybe_unused]] const bool installed = (te_set_cpu_gemm(product), true);
 
 }  // namespace
 

@@ -40,14 +40,14 @@ size_t groups_of(const Tensor& offsets) {
 }
 
 void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& k, at::TensorList outs,
-                   at::ArrayRef<int64_t> how, size_t groups) {
+                   at::ArrayRef<int64_t> modes, size_t groups) {
   size_t wanted = 0;
-  for (const int64_t one : how) {
+  for (const int64_t one : modes) {
     TORCH_CHECK_VALUE(one >= -1 && one <= 1, kOp, ": argument 'how' has ", one, ", wanted 0 (+=), 1 (=) or -1 (none).");
     wanted += one >= 0 ? 1 : 0;
   }
-  TORCH_CHECK_VALUE(how.size() == groups && outs.size() == wanted, kOp, ": arguments 'outs' and 'how' have ",
-                    outs.size(), " and ", how.size(), " entries, wanted ", wanted, " and ", groups, ".");
+  TORCH_CHECK_VALUE(modes.size() == groups && outs.size() == wanted, kOp, ": arguments 'outs' and 'how' have ",
+                    outs.size(), " and ", modes.size(), " entries, wanted ", wanted, " and ", groups, ".");
   const at::ScalarType dtype = rows.scalar_type();
   const bool fp8 = dtype == at::kByte;
   for (const Tensor& out : outs) {
@@ -111,11 +111,11 @@ void launch(const te_grouped_gemm_problem& problem, const Operands& operands, co
   if (!like.is_cpu()) operands.note();
 }
 
-Targets::Targets(at::TensorList outs, at::ArrayRef<int64_t> how) : results(how.size()) {
-  accumulate.reserve(how.size());
-  for (size_t g = 0, next = 0; g < how.size(); ++g) {
-    if (how[g] >= 0) results[g] = outs[next++];
-    accumulate.push_back(how[g] == 0 ? 1 : 0);
+Targets::Targets(at::TensorList outs, at::ArrayRef<int64_t> modes) : results(modes.size()) {
+  accumulate.reserve(modes.size());
+  for (size_t g = 0, next = 0; g < modes.size(); ++g) {
+    if (modes[g] >= 0) results[g] = outs[next++];
+    accumulate.push_back(modes[g] == 0 ? 1 : 0);
   }
 }
 
@@ -127,7 +127,7 @@ void check_apart(at::TensorList outs) {
   }
   std::sort(starts.begin(), starts.end());
   TORCH_CHECK_NOT_IMPLEMENTED(std::adjacent_find(starts.begin(), starts.end()) == starts.end(), kOp,
-                              ": two groups with one main_grad, whose sizes the device alone knows, are not available "
+                              ": two groups with one main_grad and sizes on the device alone are not available "
                               "in this version; pass 'm_splits' as a list of integers.");
 }
 

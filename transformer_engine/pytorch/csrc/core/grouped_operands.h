@@ -17,10 +17,10 @@ inline constexpr const char* kOp = "grouped_linear";
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups);
 // The number of groups of the offsets, at least one.
 size_t groups_of(const Tensor& offsets);
-// Checks the outputs of weight gradients [n, k]: one of `outs` for each `how` that is not negative, of float32 or the
-// dtype of rows; for FP8 rows of any float dtype.
+// Checks the outputs of weight gradients [n, k]: one of `outs` for each mode that is not negative, of float32 or the
+// dtype of rows; for FP8 rows of any float dtype. modes: the op's argument `how`, 0 (+=), 1 (=) or -1 (none).
 void check_targets(const Tensor& rows, const c10::SymInt& n, const c10::SymInt& k, at::TensorList outs,
-                   at::ArrayRef<int64_t> how, size_t groups);
+                   at::ArrayRef<int64_t> modes, size_t groups);
 
 // The tensors of one call. Those that a kernel cannot read (addresses and pitches of 16 bytes) are copied. Holds the
 // copies alone, as the caller holds the others.
@@ -50,7 +50,7 @@ struct Targets {
   std::vector<Tensor> results;  // one for each group, undefined where not needed
   std::vector<uint8_t> accumulate;
 
-  Targets(at::TensorList outs, at::ArrayRef<int64_t> how);
+  Targets(at::TensorList outs, at::ArrayRef<int64_t> modes);
 };
 // Raises NotImplementedError where two groups of one launch would write to the same memory.
 void check_apart(at::TensorList outs);

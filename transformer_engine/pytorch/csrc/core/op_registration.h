@@ -73,7 +73,7 @@ class OpRegistration {
     return Op(*this, schema);
   }
 
-  // A Python function that is no op.
+  // Registers a Python function without an op.
   template <class F, class... Extra>
   void python(const char* name, F&& f, const Extra&... extra) {
     if (python_ != nullptr) python_->def(name, torch::wrap_pybind_function_no_gil(std::forward<F>(f)), extra...);

@@ -130,8 +130,8 @@ Tensor column_sum(const Tensor& t) { return folded(t).sum(0); }
 
 std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b, te_gemm_layout layout, te_gemm_epilogue epilogue,
                                     const OptionalTensor& bias, const OptionalTensor& aux, at::ScalarType out_dtype) {
-  // An output wider than the operands is a product of widened operands, as it is on the GPU; so is what goes through
-  // an epilogue, which works in float32 before the one rounding.
+  // Operands are widened for an output that is wider than they are, as on the GPU, and for an epilogue that changes the
+  // product, as it works in float32 before the one rounding.
   const bool plain = epilogue == TE_GEMM_NONE || epilogue == TE_GEMM_BGRAD;
   const at::ScalarType wide = plain ? out_dtype : at::kFloat;
   // Rows as on the GPU: the order in which LibTorch adds up may follow an operand's strides.
@@ -325,7 +325,7 @@ Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view 
   const Tensor a = rows_of(a_in);
   const Tensor b = rows_of(b_in);
   const Tensor extra = at::empty({bias_grad ? e.rows.expect_int() : 0}, a.options());
-  if (path.by == GemmBy::kNobody) {
+  if (path.by == GemmBy::kZeros) {
     path.note();
     if (overwrite) out.zero_();
     if (bias_grad) extra.copy_(column_sum(b));

@@ -230,7 +230,7 @@ Tensor product(const Operand& a, const Operand& b, at::ScalarType out_dtype, con
   const GemmPath path =
       gemm_path({a.data.is_cpu(), at::kByte, out_dtype, is_empty(a, b), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE,
                  bias.has_value() ? bias->scalar_type() : at::kFloat});
-  if (path.by == GemmBy::kNobody) {
+  if (path.by == GemmBy::kZeros) {
     path.note();
     const int64_t rows = b.data.size(0), cols = a.data.size(0);
     const Tensor zero = at::zeros({rows, cols}, a.data.options().dtype(out_dtype));

@@ -218,7 +218,7 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
   p.accumulate = wanted.add ? 1 : 0;
   if (!wanted.outs.empty()) p.d = view_2d(wanted.outs[0], "gemm", "out");
   GemmList list = wanted.list;
-  list.readable = list.readable && sums.empty();  // sums are the epilogue's
+  list.readable = list.readable && sums.empty();  // only te_gemm's epilogue computes sums
   const ListGemmSplit plan(list, p, true, wanted.counts);
   if (!plan.grouped && (probe::active() || !ours)) {
     why = plan.why;

@@ -1,7 +1,6 @@
-// GEMMs of groups of rows whose sizes the host knows.
-// - Groups are passed by address, without a tensor for each, to one te_gemm after the other; or to one grouped kernel,
-// if
-//   groups are small (list_refuses) and te_gemm would sum their elements in one pass, to the same bits.
+// GEMMs of groups of rows whose sizes are on the host.
+// - Groups are passed by address, without a tensor for each, to one te_gemm after the other. If groups are small
+//   (list_refuses) and te_gemm would sum their elements in one pass, one grouped kernel computes them to the same bits.
 // - The bits are those of gemm_into(), gemm() and gemm_accumulate() of the rows of each group.
 // - Both functions return false before anything is computed if a tensor does not fit; the caller uses those functions
 //   then, and `why` is the reason why no grouped kernel runs.

@@ -5,7 +5,7 @@
 
 namespace te_torch {
 
-// A layer with a weight [n, k] for each group of rows, whose sizes the host knows.
+// A layer with a weight [n, k] for each group of rows, whose sizes are on the host.
 struct BlockList {
   at::Device device;
   at::ScalarType dtype;  // of rows and results

@@ -16,7 +16,7 @@ namespace te_torch {
 
 namespace {
 
-// The whole process's: a backward runs in threads of its own.
+// For the whole process, since a backward runs in other threads.
 std::atomic<bool> by_loop{false};
 
 enum class Lists : uint8_t { kFastest, kEach, kGrouped, kAlternating };
@@ -55,7 +55,7 @@ GemmPath gemm_path(const GemmCall& c) {
   const bool loop = c.on_cpu && cpu_products_by_loop();
   const bool libtorch = c.on_cpu && !loop;
   if (libtorch && !fp8) return {GemmBy::kLibTorch, true, "LibTorch's CPU product", ""};
-  if (c.empty && (fp8 || c.into)) return {GemmBy::kNobody, true, "nothing to multiply", ""};
+  if (c.empty && (fp8 || c.into)) return {GemmBy::kZeros, true, "nothing to multiply", ""};
   if (libtorch) return {GemmBy::kLibTorch, true, "LibTorch's CPU product of widened operands", ""};
   // The engine's contract for FP8 operands is one for both of its sides.
   const bool bias_apart = fp8 && c.epilogue == TE_GEMM_BIAS && !takes_bias(c.bias, c.out);
@@ -72,7 +72,7 @@ const char* list_refuses(const GemmList& list) {
   te_device_properties gpu{};
   const bool cpu = list.device == TE_DEVICE_CPU;
   if (!cpu) check(te_get_device_properties(list.device, &gpu));
-  if (!cpu && gpu.capability != 90) return "the grouped kernels are Hopper's";
+  if (!cpu && gpu.capability != 90) return "the grouped kernels need Hopper (9.0)";
   if (wanted != Lists::kFastest) return list.groups == 0 ? "no group has rows" : nullptr;
   if (cpu) return "a CPU has no grouped kernels";
   // cuBLASLt is as fast where a group's tiles are more than run at once.
@@ -96,24 +96,23 @@ void register_gemm_path(pybind11::module_& m) {
         return std::string(by_loop.exchange(by == "loop") ? "loop" : "libtorch");
       }),
       py::arg("by"),
-      "Who computes the CPU's products in the whole process from now on, FP8 ones too, forward and backward:\n"
-      "'libtorch', as ever, or 'loop', the engine's plain loop, slow, in which an element has the same bits whichever\n"
-      "rows are computed beside it and on however many threads. Returns who did so far. For tests, and for bits on a\n"
-      "CPU that do not depend on the size of the batch. What is no product (attention, sums of bias gradients over "
-      "the\n"
-      "batch) stays as it is.");
-  m.def("set_list_products", torch::wrap_pybind_function([](const std::string& by) {
-          const auto found = std::find(kLists.begin(), kLists.end(), by);
-          TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
-                            "', wanted 'fastest', 'each', 'grouped' or 'alternating'.");
-          return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
-        }),
-        py::arg("by"),
-        "Who computes the products of groups of rows whose sizes the host knows, in the whole process from now on:\n"
-        "'fastest', as ever; 'each', one product for each group; 'grouped', the grouped kernel for all that it takes,\n"
-        "however large the groups are; 'alternating', the same but for each second group. The bits are the same. "
-        "Returns\n"
-        "what was wanted so far. For tests.");
+      "Selects the implementation of GEMMs on the CPU for the whole process, FP8 ones too, forward and backward:\n"
+      "'libtorch', the default, or 'loop', the engine's plain loop. The loop is slow, but the bits of an element\n"
+      "depend neither on other rows nor on the number of threads. Returns the previous selection. For tests, and for\n"
+      "bits on a CPU that do not depend on the size of the batch. Other operations (attention, sums of bias gradients\n"
+      "over the batch) do not change.");
+  m.def(
+      "set_list_products", torch::wrap_pybind_function([](const std::string& by) {
+        const auto found = std::find(kLists.begin(), kLists.end(), by);
+        TORCH_CHECK_VALUE(found != kLists.end(), "set_list_products: argument 'by' is '", by,
+                          "', wanted 'fastest', 'each', 'grouped' or 'alternating'.");
+        return std::string(kLists[size_t(lists.exchange(Lists(found - kLists.begin())))]);
+      }),
+      py::arg("by"),
+      "Selects the implementation of GEMMs of groups of rows whose sizes are on the host, for the whole process:\n"
+      "'fastest', the default; 'each', one GEMM for each group; 'grouped', the grouped kernel for all groups that it\n"
+      "can compute, of any size; 'alternating', the same, with a GEMM for each second group. The bits are the same.\n"
+      "Returns the previous selection. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,
@@ -123,13 +122,14 @@ void register_gemm_path(pybind11::module_& m) {
                                                              : TE_GEMM_NONE;
         const GemmPath path =
             gemm_path({device.is_cpu(), operands, out, empty, epilogue, bias.value_or(at::kFloat), into, wide});
-        const char* by[] = {"nobody", "LibTorch", "the CPU loop", "cuBLASLt"};
+        const char* by[] = {"none", "LibTorch", "the CPU loop", "cuBLASLt"};
         return py::make_tuple(by[size_t(path.by)], path.apart, path.name, path.why_not_faster);
       },
       py::arg("device"), py::arg("operands"), py::arg("out"), py::kw_only(), py::arg("empty") = false,
       py::arg("bias_gradient") = false, py::arg("bias") = py::none(), py::arg("into") = false, py::arg("wide") = true,
-      "The decision about a product, of which nothing but this is needed: (who, whether what goes with the product\n"
-      "is done beside it, the path in words or None where who computes says it, why not faster).");
+      "The decision about a GEMM, from these arguments alone: (the implementation; whether LibTorch computes a bias\n"
+      "or a copy apart from the GEMM; the name of the path, or None if the implementation reports it; why no faster\n"
+      "path is taken).");
 }
 
 }  // namespace te_torch

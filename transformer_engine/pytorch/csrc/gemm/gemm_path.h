@@ -11,10 +11,10 @@
 namespace te_torch {
 
 enum class GemmBy : uint8_t {
-  kNobody,    // nothing to multiply: the result is zeros
+  kZeros,     // nothing to multiply: the result is zeros
   kLibTorch,  // the CPU's usual one; fast, with bits that depend on threads and on how many rows there are
   kCpuLoop,   // te_gemm_by_loop
-  kCublasLt,  // te_gemm on CUDA, which chooses the algorithm and says which
+  kCublasLt,  // te_gemm on CUDA, which chooses the algorithm and reports it
 };
 
 // All that the decision depends on.
@@ -43,7 +43,7 @@ struct GemmPath {
 
 GemmPath gemm_path(const GemmCall& call);
 
-// All that the decision about a list of groups, whose sizes the host knows, depends on.
+// The inputs of the decision about a list of groups whose sizes are on the host.
 struct GemmList {
   int32_t device;  // TE_DEVICE_CPU, or a CUDA ordinal
   bool readable;   // the grouped kernels can read and write its matrices, and te_gemm is not being tuned

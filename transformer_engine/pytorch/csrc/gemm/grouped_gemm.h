@@ -1,5 +1,5 @@
-// Kernel wrappers of grouped_gemm that other bindings call: GEMMs of rows in groups, one weight a group, where only the
-// device knows how many rows a group has (transformer_engine/grouped_gemm.h).
+// Kernel wrappers of grouped_gemm that other bindings call: GEMMs of rows in groups, one weight a group, where the
+// sizes of the groups are on the device alone (transformer_engine/grouped_gemm.h).
 // - On the CPU they are one GEMM a group.
 // - Rows after the last group belong to no group: zeros in new results.
 #pragma once
@@ -12,7 +12,7 @@ namespace te_torch {
 // counts as 0, and rows that x does not have are cut; both are counted (split_counters).
 Tensor grouped_offsets(const Tensor& splits, const Tensor& x);
 
-// The same where the host knows the splits, which add up to fewer than 2^31 rows; on like's device, without a copy.
+// The same for splits on the host, which add up to fewer than 2^31 rows; on like's device, without a copy.
 Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
 
 // uint32 [2] on a device: negative splits and cut rows since the process began, or since it was zeroed. Made on

@@ -83,8 +83,8 @@ struct RowsCall {
     TORCH_CHECK_VALUE(weight.sym_sizes() == weights[0].sym_sizes() && weight.sym_size(1) == rows.sym_size(1) &&
                           weight.device() == rows.device(),
                       kOp, ": argument 'weights' has a tensor of shape ", weight.sym_sizes(), " on ", weight.device(),
-                      ", wanted ", weights[0].sym_sizes(), ", the first one's, with ", rows.sym_size(1), " columns on ",
-                      rows.device(), ".");
+                      ", wanted ", weights[0].sym_sizes(), ", as the first weight, with ", rows.sym_size(1),
+                      " columns on ", rows.device(), ".");
     if (code.scaling != TE_SCALING_TENSOR) {
       const auto [down, along] = te::scale_shape(code.of_weights(), weight.sym_size(0), weight.sym_size(1));
       return check_scales(scales, rows, "weights", down, along);

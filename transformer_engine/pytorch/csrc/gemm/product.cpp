@@ -254,7 +254,7 @@ c10::SmallVector<Operand, 1> kept_operands(const NamedTensors& saved, int name) 
       Tensor* const parts[] = {&q.rowwise, &q.rowwise_scale_inv, &q.columnwise, &q.columnwise_scale_inv};
       return *parts[(label - 1) % 4];
     };
-    // The next one's parts begin.
+    // The parts of the next operand begin.
     if (list.empty() || list.back().plain.defined() || slot(list.back()).defined()) list.emplace_back();
     const int code = (label - 1) / 4;
     list.back().fp8.scaling = static_cast<te_scaling>(code / 2);

@@ -7,8 +7,8 @@
 
 namespace te_torch {
 
-// What the GEMMs of a backward read: operands in FP8, as those of the forward; or, with an unquantized gradient, the
-// operands before they were quantized, or the values of the forward's FP8 operands.
+// The operands that the GEMMs of a backward read: operands in FP8, as those of the forward; or, with an unquantized
+// gradient, the operands before they were quantized, or the values of the forward's FP8 operands.
 enum class BackwardReads : uint8_t { kQuantized, kHighPrecision, kDequantized };
 
 // How the three products of one weight are quantized: its input, itself, the gradient of its output.
@@ -21,7 +21,7 @@ struct ProductQuantization {
   BackwardReads backward = BackwardReads::kQuantized;
 
   static constexpr size_t kPacked = 3 * QuantizeSpec::kPacked + 4;
-  // What a schema carries: the quantizers' specs, then the three flags, then what the backward reads.
+  // The integers of a schema: the specs of the quantizers, the three flags, then `backward`.
   std::vector<int64_t> pack() const;
 };
 
@@ -59,9 +59,9 @@ struct Rows {
 // The same quantization, whose input is quantized by the scales that were used before: same bits, no state changes.
 Quantization with_scales(const ProductQuantization& q, const Tensor& used_scales);
 
-// The quantizer of the gradient of a GEMM's result, read in these directions; null: the gradient stays plain. In no
-// direction (only the bias wants a gradient): one that computes column sums, to the same bits as any other, and no
-// data.
+// The quantizer of the gradient of a GEMM's result, read in these directions; null: the gradient stays plain. If
+// neither direction is read, as only the bias needs a gradient, the quantizer computes no data, and column sums to the
+// same bits as any other quantizer.
 const Quantizer* gradient_quantizer(const ProductQuantization* q, QuantizeUsage usage);
 
 // Refuses a quantizer whose state no schema carries, in a traced call.

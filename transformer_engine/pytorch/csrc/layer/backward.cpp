@@ -21,7 +21,8 @@ struct IncomingGradient {
   bool any() const { return dy.defined() || quantized.defined() || dbias.defined(); }
 };
 
-// How the layer that made this one's input reads that input's gradient. Null: in high precision, to quantize it itself.
+// How the earlier layer in the chain reads the gradient of this layer's input. quantizer: null if the earlier layer
+// reads it in high precision and quantizes it itself.
 struct NextGradient {
   const Quantizer* quantizer = nullptr;
   QuantizeUsage usage;
@@ -42,7 +43,7 @@ PrologueSaved prologue_saved(const NamedTensors& saved, size_t layer_idx, const 
           {saved, saved_name(layer_idx, kSavedPrologue)}};
 }
 
-// What the backward of one layer reads.
+// Arguments of the backward of one layer.
 struct LayerBackwardArgs {
   const LayerConfig& config;
   const SavedPolicy& policy;
@@ -66,7 +67,7 @@ class LayerBackward {
   Gradients run();
 
  private:
-  // What a weight's gradient is made of, and its task, if that has been made; divided: the same, where its matrices are
+  // The operand of a weight's gradient, and the task, once it is made. divided: the same task, if its matrices are
   // divided over ranks.
   struct WeightGradient {
     Operand operand;
@@ -88,7 +89,7 @@ class LayerBackward {
   const DispatchMode& dispatch_;
   const LayerBackwardArgs& args_;
   const size_t fused_;       // epilogues that the GEMM computes
-  const bool bias_;          // whether the GEMM's bias wants a gradient
+  const bool bias_;          // whether the GEMM's bias needs a gradient
   Tensor dy_ = args_.in.dy;  // of the GEMM's result, before it is quantized
   OwnGradients epilogue_gradients_;
   Gradient gradient_;  // of the GEMM's result
@@ -146,8 +147,8 @@ void LayerBackward::make_task(Gradient gradient) {
   const LayerConfig& config = args_.config;
   const ProductQuantization* q = config.quantization.get();
   Operand& operand = wgrad_.operand;
-  // What a gradient accumulator stores must not hold this node, which holds the gradient accumulator: an output of the
-  // node, kept, would.
+  // This node holds the gradient accumulator, so a tensor that the accumulator stores must not hold the node, as an
+  // output of the node would.
   if (config.grad_accumulator && operand.plain.defined()) operand.plain = operand.plain.detach();
   if (config.grad_accumulator) {
     for (const Operand* read : {&gradient.dy, &operand}) refuse_pooled(*read, "weight gradient");
@@ -303,8 +304,8 @@ NextGradient next_gradient(const LayerConfig& layer, const WantedGradients& want
   return {quantizes_later ? nullptr : gradient_quantizer(q, usage), usage, wanted.bias()};
 }
 
-// What is read of an input that the forward kept in E4M3: its values. recomputed: the input, where it was recomputed in
-// place of being kept. dy: the gradient of the chain's result.
+// The values of an input that the forward kept in E4M3. recomputed: the input, where it was recomputed in place of
+// being kept. dy: the gradient of the chain's result.
 Tensor unpacked_input(const DispatchMode& dispatch, const LayerConfig& config, const Operand& packed,
                       const Tensor& recomputed, const Tensor& dy, at::ScalarType dtype) {
   const Operand& read = recomputed.defined() ? packed_input(dispatch, recomputed) : packed;
@@ -326,7 +327,8 @@ variable_list LayerChain::backward(const State& state, const Wanted& wants, cons
   // The node's first argument is the list of all tensors.
   const WantedByLayer wanted(layers, state.places, [&](size_t place) { return wants.at(0, place); });
 
-  // What layers made for the next one and did not keep, and what running them again has kept instead.
+  // inputs[i]: the input of layer i, where it is recomputed. kept_for_recompute[i]: the tensors that layer i saves for
+  // its backward when its forward runs again.
   c10::SmallVector<Tensor, 2> inputs(layers);
   c10::SmallVector<NamedTensors, 2> kept_for_recompute(layers);
   for (size_t i = 0; wanted.any && i + 1 < layers; ++i) {

@@ -1,5 +1,5 @@
-// What a layer computes after its GEMM, from the result and from tensors of its own: a bias, another tensor that is
-// added. A layer has a list of epilogues; the GEMM itself computes those at its head that fuse into it.
+// An epilogue runs after the GEMM of a layer: it changes the result by tensors of its own, for example adds a bias or
+// another tensor. A layer has a list of epilogues; the GEMM itself computes those at its head that fuse into it.
 #pragma once
 
 #include "layer/gemm_policy.h"

@@ -84,10 +84,10 @@ CommResult gemm_with_comm(const DispatchMode& dispatch, const LayerConfig& confi
   const ProductQuantization* q = config.quantization.get();
   const TPComm& tp_comm = *config.tp_comm;
   const OptionalTensor bias = adds_up(config) && !biases.empty() ? OptionalTensor(biases[0]) : OptionalTensor();
-  // A backward that reads what the GEMM has read keeps that; nothing else would be gathered to be kept.
+  // A backward that dequantizes the GEMM's operand keeps that operand, and nothing is gathered for the backward alone.
   const bool dequantized = backward_reads(q) == BackwardReads::kDequantized, high = operand.high_precision.defined();
   const bool quantized = !dequantized && (operand.for_gemm.quantized() || (high && operand.after_gather != nullptr));
-  // What is gathered only to be kept is kept as it came.
+  // A tensor that is gathered only for the backward is kept in the form in which it is gathered.
   const bool kept = keep_gathered && (tp_comm.keeps_gathered(quantized) || !save.serves_a_graph());
   ScopedBuffers buffers;  // until the result is complete
   const PendingResult pending = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x,
@@ -192,7 +192,7 @@ std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& 
   return {};
 }
 
-// What the call leaves to defaults and to the policy of saved tensors.
+// Sets the members of config that the call leaves to the defaults and to the policy of saved tensors.
 void decide(LayerConfig& config, size_t layer_idx, const SavedPolicy& policy) {
   if (!config.tp_comm) config.tp_comm = defaults().tp_comm;
   if (!config.gemm_policy) config.gemm_policy = defaults().gemm_policy;

@@ -68,7 +68,7 @@ class TE_EXPORT GemmPolicy {
   // The counters of an operand as the forward saves it, where the sizes of groups of rows are on the device; none: all
   // rows are live.
   virtual LiveCounters live_counters(const Operand& kept) const { return {}; }
-  // The gradients of the biases where no weight wants one. sums: the column sums, if they are known.
+  // The gradients of the biases if no weight needs a gradient. sums: the column sums, if they are known.
   virtual Sums bias_gradients(const DispatchMode&, const Tensor& dy, const Tensor& sums) const;
 
   // y[..., N] of x[..., K]; `like` has its leading dimensions and its dtype. rows: which of all rows these are; null

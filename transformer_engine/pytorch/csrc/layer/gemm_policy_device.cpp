@@ -31,7 +31,7 @@ Tensor plain_rows(const DispatchMode& dispatch, const Operand& t, const Tensor& 
   return grouped_dequantize(t.fp8.rowwise, t.fp8.rowwise_scale_inv, offsets, t.fp8.e5m2, dtype);
 }
 
-// The reason that te.explain shows for groups whose sizes the host knows too.
+// The reason that te.explain shows for groups whose sizes are on the host too.
 const char* why_of(bool listed) { return listed ? kListAtOnce : nullptr; }
 
 // The targets of each call of te::grouped_wgrad_accumulate, as its `how`. listed: targets that share memory go to
@@ -54,7 +54,7 @@ Tensor sums_of(const DispatchMode& dispatch, const Tensor& dy, const Tensor& off
 
 class DeviceWeightProduct final : public WgradTask {
  public:
-  // splits: empty, or the sizes of the groups, if the host knows them; their targets may share memory then.
+  // splits: empty, or the sizes of the groups, if they are on the host; their targets may share memory then.
   DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
@@ -159,7 +159,7 @@ class DeviceWeightProduct final : public WgradTask {
   }
 
   Operand dy_, x_;
-  Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias wants a gradient
+  Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias needs a gradient
   at::ScalarType dtype_;
   std::vector<int64_t> splits_;
 };
@@ -176,7 +176,7 @@ struct WeightLists {
       const Fp8Operand one(weight.fp8, columnwise, "weight");
       TORCH_CHECK_NOT_IMPLEMENTED(weight.fp8.scaling == wanted && !weight.fp8.e5m2,
                                   "grouped_linear: weights that are not E4M3 in scales of a tensor, or of 128 x 128 "
-                                  "beside rows in blocks, with groups whose sizes the device alone knows are not "
+                                  "beside rows in blocks, with groups whose sizes are on the device alone, are not "
                                   "available in this version; pass 'm_splits' as a list of integers.");
       data.push_back(one.data);
       scales.push_back(one.scale_inv);
@@ -328,7 +328,7 @@ class DeviceGroups final : public GemmPolicy {
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
-  // If the host knows the groups: summed in the order of a separate layer for each group.
+  // If the sizes of the groups are on the host: summed in the order of a separate layer for each group.
   Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
     if (!listed()) return sums_of(dispatch, t, grouping_.offsets, true);
     const Tensor rows = matrix_of(t);
@@ -397,7 +397,7 @@ std::shared_ptr<const GemmPolicy> device_groups(Grouping grouping) {
   const size_t starts = grouping.offsets.dim() == 1 ? size_t(grouping.offsets.size(0)) : 0;  // else refused by products
   const char* why = device_refuses(grouping.quantizations, starts > 0 ? starts - 1 : 0);
   TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr,
-                              "grouped_linear: FP8 products of groups whose sizes the device alone knows with ", why,
+                              "grouped_linear: FP8 products of groups whose sizes are on the device alone with ", why,
                               " are not available in this version; pass 'm_splits' as a list of integers.");
   return std::make_shared<DeviceGroups>(std::move(grouping));
 }

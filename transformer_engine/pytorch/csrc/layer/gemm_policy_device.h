@@ -1,4 +1,4 @@
-// GemmPolicy over several weights where only the device knows how many rows a group has.
+// GemmPolicy over several weights, for groups of rows whose sizes are on the device alone.
 // - One kernel computes a GEMM of all groups, and one quantizes them; the host never reads the sizes.
 // - FP8 rows are rowwise data and panels (quantize/grouped_quantize.h).
 #pragma once

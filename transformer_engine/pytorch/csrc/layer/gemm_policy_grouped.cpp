@@ -1,4 +1,5 @@
-// See gemm_policy_grouped.h. If the host knows the groups, their GEMMs run one after the other, into one result.
+// See gemm_policy_grouped.h. If the sizes of the groups are on the host, their GEMMs run one after the other, into one
+// result.
 #include "layer/gemm_policy_grouped.h"
 
 #include <ATen/ops/cat.h>

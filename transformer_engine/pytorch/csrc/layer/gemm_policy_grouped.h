@@ -6,7 +6,7 @@
 
 namespace te_torch::layer {
 
-// Groups that the device alone knows: gemm_policy_device.h.
+// For groups whose sizes are on the device alone it returns the policy of gemm_policy_device.h.
 TE_EXPORT std::shared_ptr<const GemmPolicy> grouped_gemm_policy(Grouping grouping);
 
 }  // namespace te_torch::layer

@@ -42,7 +42,7 @@ void check_apart(const Tensor& given, const char* argument, const Operand& read)
   };
   const auto a = span(given), b = span(read.plain);
   TORCH_CHECK_VALUE(a.second <= b.first || b.second <= a.first, "grouped_linear: argument '", argument,
-                    "' lies in the memory of what this product reads, which the weights' gradients read too; give each "
+                    "' shares memory with an operand of this GEMM, which the weights' gradients read too; give each "
                     "call memory of its own.");
 }
 

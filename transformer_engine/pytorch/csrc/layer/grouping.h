@@ -1,5 +1,5 @@
-// Groups of consecutive rows, one for each weight of a layer: what GemmPolicies over groups share.
-// - The host knows the groups' sizes, or the device alone.
+// Groups of consecutive rows, one for each weight of a layer, for the GemmPolicies over groups.
+// - The sizes of the groups are on the host, or on the device alone.
 // - Rows after the last group belong to no group.
 #pragma once
 
@@ -8,13 +8,13 @@
 namespace te_torch::layer {
 
 struct Grouping {
-  // Rows of each group. None: the device knows, and where each group's rows start is in `offsets`, int32 [groups + 1].
-  // Both: the host knows, and grouped kernels compute all groups at once.
+  // splits: the rows of each group; empty if they are on the device alone. offsets: int32 [groups + 1], where each
+  // group's rows start. With both, grouped kernels compute all groups at once.
   std::vector<int64_t> splits;
   Tensor offsets;
-  // One for all groups, or one for each; none: plain products.
+  // One for all groups, or one for each; empty: GEMMs without quantization.
   std::vector<Quantization> quantizations;
-  // Buffers of the results, whose rows of no group stay as they are. Undefined: new tensors, with zeros in such rows.
+  // Buffers of the results; rows of no group are not written. Undefined: new tensors, with zeros in rows of no group.
   Tensor out, dgrad_out;
   // With splits and offsets: marks the groups that the kernel leaves to a GEMM of their own.
   std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
@@ -29,13 +29,14 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
 // The counter of the rows of all groups, the last of their offsets; undefined for sizes that are in a list.
 Tensor live_rows_of(const Grouping& grouping);
 
-// Raises where a buffer of the caller's shares memory with what the product reads.
+// Raises ValueError if a buffer of the caller shares memory with an operand of the GEMM.
 void check_apart(const Tensor& given, const char* argument, const Operand& read);
 
 // The result in a buffer of the caller's, without the buffer's graph.
 Tensor result_in(const Tensor& given, const Tensor& like);
 
-// Below autograd a view has a version of its own: gives it that of its base, so that writes are noticed through both.
+// Below autograd a view has a version of its own: gives it that of its base, so that autograd detects writes through
+// both.
 void share_version(const Tensor& view, const Tensor& base);
 
 }  // namespace te_torch::layer

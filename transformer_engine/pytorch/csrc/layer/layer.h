@@ -1,5 +1,6 @@
 // A layer runs a prologue, a GEMM with its tensor-parallel communication, and epilogues. A chain of layers is one
-// autograd node: the result of a layer is the input of the next one's prologue (an MLP: norm, GEMM, activation, GEMM).
+// autograd node: the result of a layer is the input of the next layer's prologue (an MLP: norm, GEMM, activation,
+// GEMM).
 // - This header has data and policies; forward.cpp and backward.cpp run them.
 #pragma once
 
@@ -11,18 +12,19 @@
 
 namespace te_torch::layer {
 
-// A layer as plain values and shared policies: what the autograd node holds of it.
+// A layer as plain values and shared policies, which the autograd node holds.
 struct LayerConfig {
   ProloguePtr prologue = plain_prologue();
-  Epilogues epilogues = {bias_epilogue()};        // the bias's is the first, if there is one
-  std::shared_ptr<const TPComm> tp_comm;          // null: local; of a call, the default's
-  std::shared_ptr<const GemmPolicy> gemm_policy;  // of a call, null: the default's
+  Epilogues epilogues = {bias_epilogue()};        // the bias is the first, if there is one
+  std::shared_ptr<const TPComm> tp_comm;          // null in a call: that of defaults(); else null: local
+  std::shared_ptr<const GemmPolicy> gemm_policy;  // null in a call: that of defaults()
   Quantization quantization;
   GradAccumulatorPtr grad_accumulator;
-  // What becomes of the product's operand (as the options ask; an activation's is always recomputed).
+  // Whether the GEMM's operand is saved or recomputed (by the options; the output of an activation is always
+  // recomputed).
   SaveMode operand = SaveMode::kSave;
-  // After another layer in a chain: what becomes of that one's output, and whether it is kept as E4M3 in blocks of
-  // 1 x 128.
+  // After another layer in a chain: whether the output of that layer is saved or recomputed, and whether it is saved as
+  // E4M3 in blocks of 1 x 128.
   SaveMode input = SaveMode::kSave;
   bool input_in_fp8 = false;
 };
@@ -60,7 +62,7 @@ struct TE_EXPORT LayerChain {
     size_t tensors = 0;  // arguments
   };
 
-  // Direct or Dispatched; in forward.cpp and backward.cpp. The tensors are the call's, for autograd to see.
+  // Mode: Direct or Dispatched. Defined in forward.cpp and backward.cpp. autograd needs the call's tensors as a list.
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call);
   template <class Mode>

@@ -30,7 +30,7 @@ LayerArgs pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor
   fc1.tp_comm = tp_comm_of(parallel, group, MlpChain::kName);
   if (fc1.tp_comm != nullptr) {
     TORCH_CHECK_VALUE(parallel[0] == Parallel::kColumn, MlpChain::kName, ": argument 'parallel' is ", parallel,
-                      ", wanted that of the first product, 1 (column); the second one's is the other.");
+                      ", wanted 1 (column) for fc1; fc2 gets 2 (row).");
     auto second = parallel.vec();
     second[0] = Parallel::kRow;
     fc2.tp_comm = tp_comm_of(second, group, MlpChain::kName);

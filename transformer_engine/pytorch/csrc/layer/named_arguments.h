@@ -49,7 +49,7 @@ class OwnTensors {
   int first_;
 };
 
-// What a prologue or an epilogue saves for its backward, under a name of its own.
+// A tensor that a prologue or an epilogue saves for its backward, under a name of its own.
 struct OwnSaved {
   int own;
   Tensor tensor;
@@ -68,7 +68,7 @@ struct OwnWanted {
   bool operator[](int own) const { return (bits >> own & 1) != 0; }
 };
 
-// Where a name's tensors lie in the list of all arguments.
+// The place of a name's tensors in the list of all arguments.
 struct ArgumentPlace {
   int name;
   size_t first, count;
@@ -89,8 +89,8 @@ struct WantedGradients {
   bool gemm() const { return operand || weight || bias(); }
 };
 
-// Which gradients each layer wants. wants(place) tells that of the argument at a place. any: whether a gradient reaches
-// the last layer's GEMM or an earlier layer.
+// The gradients that each layer computes. `wants(place)`: whether the argument at a place needs a gradient. any:
+// whether a gradient reaches the last layer's GEMM or an earlier layer.
 struct WantedByLayer {
   c10::SmallVector<WantedGradients, 2> layers;
   bool any = false;

@@ -76,7 +76,7 @@ inline void autocast_all(LayerArgs& call) {
   });
 }
 
-// A weight that has an FP8 copy of its own is not cast: its dtype fits where x's is what a cast would make of it.
+// A weight that has an FP8 copy of its own is not cast: its dtype fits if a cast would give it the dtype of x.
 inline void check_own_weights(const LayerArgs& call) {
   for (size_t i = 0; i < call.layers.size(); ++i) {
     if (call.own_weights[i].empty()) continue;
@@ -214,9 +214,9 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
 #define TE_PARALLEL_DEFAULT "int[] parallel=[], str group=''"
 #define TE_MAIN_GRADS ", Tensor[] main_grads, int[] targets"  // of a schema
 
-// An op whose weights' gradients are added to main_grads, as its overload `main_grad` says: `targets` has three
-// integers for each parameter, which product it is rows of, how many, and 0 (+=), 1 (=) or -1 (no gradient); the last
-// has no tensor in `main_grads`.
+// An op whose weights' gradients are added to main_grads: its overload `main_grad`. `targets` has three integers for
+// each parameter: the GEMM whose weight it is rows of, the number of rows, and 0 (+=), 1 (=) or -1 (no gradient, and no
+// tensor in `main_grads`).
 template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPack)>
 struct MainGradOp;
 
@@ -232,7 +232,7 @@ struct MainGradOp<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
       TORCH_CHECK_VALUE(targets[i] >= 0 && size_t(targets[i]) < lists.size(), Family::kName,
                         ": argument 'targets' names product ", targets[i], ", wanted one below ", lists.size(), ".");
       TORCH_CHECK_VALUE(targets[i + 2] < 0 || next < main_grads.size(), Family::kName,
-                        ": argument 'targets' wants more tensors than argument 'main_grads' has, ", main_grads.size(),
+                        ": argument 'targets' needs more tensors than argument 'main_grads' has, ", main_grads.size(),
                         ".");
       WeightTarget target{{}, targets[i + 1], targets[i + 2] == 1};
       if (targets[i + 2] >= 0) target.out = main_grads[next++];
@@ -249,7 +249,7 @@ struct MainGradOp<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
 
 }  // namespace te_torch::layer
 
-// From a tuple, whose members' order is the struct's.
+// Converts from a tuple, whose members are in the order of the struct.
 template <>
 struct pybind11::detail::type_caster<te_torch::layer::EagerHandles> {
   PYBIND11_TYPE_CASTER(te_torch::layer::EagerHandles, const_name("tuple"));

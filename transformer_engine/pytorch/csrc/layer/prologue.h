@@ -9,7 +9,7 @@
 
 namespace te_torch::layer {
 
-// What a prologue reads: x, and tensors of its own.
+// The inputs of a prologue: x, and tensors of its own.
 struct PrologueInput {
   const Tensor& x;
   OwnTensors tensors;
@@ -22,7 +22,7 @@ struct PrologueOutput {
   OwnSaves saves;
 };
 
-// What the forward has saved for the backward.
+// Tensors that the forward has saved for the backward.
 struct PrologueSaved {
   const Tensor& input;
   const Tensor& used_scales;  // that the operand was quantized by, where its scaling is of the whole tensor

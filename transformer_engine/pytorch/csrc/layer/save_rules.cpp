@@ -49,7 +49,8 @@ SavedInfo saved_info(SavedInfo info, const ProductQuantization* q) {
   return info;
 }
 
-// The report shows the shape and size of what is not saved. If the backward reads values, FP8 data are half of that.
+// The report shows the shape and size of a tensor that is not saved. If the backward reads values in high precision,
+// that is their size, twice that of the FP8 data.
 void report_recomputed(const SaveContext& save, const Operand& operand, const ProductQuantization* q,
                        const Tensor& like, const SavedInfo& info) {
   for (const Operand& group : operand.groups) report_recomputed(save, group, q, like, info);

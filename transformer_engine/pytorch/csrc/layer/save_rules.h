@@ -1,11 +1,12 @@
-// What a layer's forward saves for its backward: one table of tensors, conditions, and whether a tensor is kept.
+// The tensors that a layer's forward saves for its backward: one table of tensors, conditions, and whether each is
+// kept.
 #pragma once
 
 #include "layer/layer.h"
 
 namespace te_torch::layer {
 
-// What the table reads of a forward.
+// The values of a forward that the table reads.
 struct LayerSaves {
   const LayerConfig& config;
   size_t layer_idx;

@@ -122,7 +122,7 @@ struct PendingResult {
 };
 
 // Calls product(operand, rows, like, into) for all rows, in chunks or at once (rows is null then). Its result has the
-// leading dimensions of `like`, and lies in `into` if that is defined. ahead(CommOp) calls plan_chunks().
+// leading dimensions of `like`, and is in `into` if that is defined. ahead(CommOp) calls plan_chunks().
 template <class Product, class Ahead>
 PendingResult through(std::unique_ptr<CommOp> comm_op, const Operand& mine, const Tensor& like, Product&& product,
                       Ahead&& ahead) {
@@ -132,11 +132,11 @@ PendingResult through(std::unique_ptr<CommOp> comm_op, const Operand& mine, cons
     comm_op->store_chunk(nullptr, product(comm_op->operand(), static_cast<const Rows*>(nullptr), *all, Tensor()));
     return {std::move(comm_op), {}};
   }
-  const Tensor room = comm_op->output_buffer();
+  const Tensor buffer = comm_op->output_buffer();
   Rows rows;
   while (comm_op->next_chunk(rows)) {
     const Tensor shape = like.new_empty({0}).expand({rows.count, 0});
-    const Tensor into = room.defined() ? room.narrow(0, rows.first, rows.count) : Tensor();
+    const Tensor into = buffer.defined() ? buffer.narrow(0, rows.first, rows.count) : Tensor();
     comm_op->store_chunk(&rows, product(comm_op->part(rows), &rows, shape, into));
   }
   return {std::move(comm_op), {}};

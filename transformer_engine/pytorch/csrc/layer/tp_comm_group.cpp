@@ -148,7 +148,7 @@ class GroupGather final : public GatherFuture {
   const Quantizer* const after_gather_;
   const QuantizeUsage usage_;
   c10::SymInt rows_;   // of this rank
-  ScopedBuffers own_;  // of what is put together in memory of its own
+  ScopedBuffers own_;  // of gathered tensors that are copied into memory of their own
   GatheredTensor data_, scales_;
 };
 
@@ -175,7 +175,7 @@ class GroupCommOp final : public CommOp {
     const CollectivePathNote reason(nullptr, why_serial_);
     if (parallel_.sequence) {
       const std::string_view name(group_);
-      ScopedBuffers buffers;  // the sum is what goes on
+      ScopedBuffers buffers;  // end here: only the sum is used further on
       const Tensor partials =
           dispatch_.direct()
               ? Direct::call<group_exchange_pooled>("te::group_exchange", result, name, parallel_.ranks, buffers)

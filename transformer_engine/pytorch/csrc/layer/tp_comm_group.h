@@ -16,11 +16,13 @@ namespace te_torch::layer {
 struct Parallel {
   enum Mode : int64_t { kColumn = 1, kRow = 2 } mode = kColumn;
   bool sequence = false;  // dimension 0 is divided over the ranks
-  // What is saved of a column's gathered input: all; nothing, and the backward gathers it again; or only what the GEMM
-  // has gathered, not what would be gathered just to be saved (FP8 columnwise): for runs under a checkpoint.
+  // The parts of a column-parallel layer's gathered input that are saved: all; none, and the backward gathers the input
+  // again; or only the data that the GEMM gathers, without FP8 columnwise data, which would be gathered just to be
+  // saved: for runs under a checkpoint.
   enum Keeps : int64_t { kGathered, kNothing, kArrived } keeps = kGathered;
   int64_t ranks = 1;
-  // What sums a row's output that is not scattered: the group (0), or kernels over symmetric memory.
+  // How the output of a row-parallel layer is summed if it is not scattered: by the group (0), or by kernels over
+  // symmetric memory.
   int64_t sum = 0;
 
   // How GEMMs and communication overlap: not at all (kSerial); in chunks, over a channel to peers (distributed/peer.h);

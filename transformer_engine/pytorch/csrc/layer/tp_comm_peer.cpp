@@ -43,7 +43,7 @@ std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_predic
   return steps;
 }
 
-// What gathers and scatters share: the plan and its steps.
+// The base of gathers and scatters: the plan and its steps.
 class PeerCommOp : public CommOp {
  public:
   // shard: the rows of each rank. full: what at_once() returns.
@@ -105,7 +105,7 @@ class PeerCommOp : public CommOp {
   virtual void arrives(int32_t peer) = 0;  // before its rows are read
   virtual void end_product() = 0;          // after the last chunk of a GEMM in chunks
 
-  std::string words(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
+  std::string call_text(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
     std::ostringstream text;
     text << what << (pass_ == Pass::kFprop ? " (forward) " : " (backward) ") << t.scalar_type() << " " << sizes;
     return text.str();
@@ -179,8 +179,8 @@ class PeerGather final : public PeerCommOp {
     data = data.contiguous();
     auto sizes = data.sizes().vec();
     sizes[0] *= ranks();
-    call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, words("gather, product", data, data.sizes()), sizes,
-                                       data.options());
+    call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, call_text("gather, product", data, data.sizes()),
+                                       sizes, data.options());
     if (buffers != nullptr) buffers->hold(call_);
     arrived_ = own_;
     (arrived_.quantized() ? arrived_.fp8.rowwise : arrived_.plain) = call_->slot();
@@ -294,8 +294,9 @@ class PeerScatter final : public PeerCommOp {
 
   void open() {
     pitch_ = result_.size(1) * int64_t(like_.itemsize());
-    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox, words("product, scatter", like_, result_.sizes()),
-                                       result_.sizes(), like_.options());
+    call_ =
+        std::make_unique<PeerCall>(channel_, SlotKind::kInbox, call_text("product, scatter", like_, result_.sizes()),
+                                   result_.sizes(), like_.options());
   }
 
   const OptionalTensor bias_;

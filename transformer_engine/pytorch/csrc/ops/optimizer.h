@@ -17,7 +17,7 @@ inline int32_t ordinal(const at::Device& device) { return device.is_cpu() ? TE_D
 // Checks an optional tensor of one element.
 te_tensor one_of(const OptionalTensor& t, const char* op, const char* argument);
 
-// Increments the version, so that autograd notices the change, as after an in-place operation.
+// Increments the version, so that autograd detects the change, as after an in-place operation.
 inline void bump_version(const Tensor& t) {
   if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }

@@ -1,5 +1,5 @@
-// Kernel wrappers of grouped quantization: quantizes rows in groups to FP8, each group as if it was alone, where only
-// the device knows the sizes of the groups (transformer_engine/grouped_quantize.h). One launch for all groups.
+// Kernel wrappers of grouped quantization: quantizes rows in groups to FP8, each group as if it was alone, where the
+// sizes of the groups are on the device alone (transformer_engine/grouped_quantize.h). One launch for all groups.
 #pragma once
 
 #include "quantize/quantize.h"

@@ -20,7 +20,7 @@ struct WeightNames {
 // The attributes of a product's parameters, as the backward reads them.
 struct WeightTargets {
   std::vector<WeightTarget> list;
-  c10::SmallVector<bool, 4> tells;  // which parameters have grad_added_to_main_grad, which is to be set
+  c10::SmallVector<bool, 4> tells;  // which parameters have grad_added_to_main_grad, which the backward sets
   // For which parameters autograd receives a dummy, so that its hooks fire, and for which one of zeros. The parameters
   // of one matrix share one dummy, if all that want a gradient need one.
   c10::SmallVector<bool, 4> stands_in, zero;
@@ -51,10 +51,10 @@ struct WeightParameters {
   WeightTargets targets(const std::vector<Tensor>& main_grads) const;
 
   // The wanted gradients into their targets. Returns the biases', one for each; none unless `with_bias`.
-  // The GIL is let go where it is held: nothing is computed or waited for under it.
+  // Releases the GIL where it is held while it computes or waits.
   std::vector<Tensor> accumulate(const WgradTask& product, const WeightTargets& targets, bool with_bias) const;
 
-  // What autograd receives for gradients that are in main_grad: nothing, or a dummy if the parameter has
+  // Returns the tensors for autograd in place of gradients that are in main_grad: none, or a dummy if the parameter has
   // grad_added_to_main_grad, since its owner waits for autograd's hooks.
   c10::SmallVector<Tensor, 1> stand_ins(const WeightTargets& targets, const WgradTask& product) const;
 };

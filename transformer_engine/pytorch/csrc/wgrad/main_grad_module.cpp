@@ -26,7 +26,7 @@ class WeightGradProduct {
     }
   }
 
-  // None where no weight wants a gradient.
+  // Returns null if no weight needs a gradient.
   std::shared_ptr<ParameterGradAccumulator> grad_accumulator(const py::object& module, bool fused,
                                                              const py::object& first, const py::object& store) {
     const py::object registered = attribute(module.ptr(), names_of_attributes().parameters);

@@ -15,7 +15,7 @@ namespace te_torch {
 
 namespace {
 
-constexpr DispatchMode kDirect{Direct{}};  // Python's gradient accumulators are eager's
+constexpr DispatchMode kDirect{Direct{}};  // a gradient accumulator in Python runs in eager mode alone
 
 }  // namespace
 

@@ -41,7 +41,7 @@ std::vector<Tensor> accumulate_any(const WgradTask& product, at::ArrayRef<Weight
 class TE_EXPORT MatrixWgrad : public WgradTask {
  public:
   Operand dy, x;
-  Tensor dbias;  // summed already, where dy is FP8 and the bias wants a gradient
+  Tensor dbias;  // summed already, where dy is FP8 and the bias needs a gradient
 
   MatrixWgrad(Operand dy_, Operand x_, Tensor dbias_, at::ScalarType dtype, bool split)
       : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
