@@ -1,7 +1,5 @@
-# The words of the source. Identifiers and file names that were replaced (REPLACED) and turns of prose that are no plain
-# English (PROSE), each hit by file. test_words.py compares their counts with words_left.csv, folder by folder.
-# `python tests/policy/words.py FOLDER` lists what a folder has, `--lower` writes lower counts into the table.
-import csv
+# Lists identifiers and file names that were replaced (REPLACED) and turns of prose that are not plain English (PROSE).
+# test_words.py fails if there is one; `python tests/policy/words.py FOLDER` lists those of a folder.
 import io
 import re
 import sys
@@ -12,13 +10,12 @@ import functions
 import prose
 
 REPO = Path(__file__).parents[2]
-LEFT = Path(__file__).parent / "words_left.csv"
 TOPS = ["transformer_engine", "transformer_engine_torch", "tests", "benchmarks", "examples", "build_backend"]
 PROSE_TOPS = [*TOPS, "cmake", "qa", "docs", ".ci", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CMakeLists.txt"]
 CODE = functions.CPP | {".py"}
 TEXT = CODE | {".md", ".sh", ".cmake", ".toml", ".txt"}
 GENERATED = ("docs/reference/api/", "docs/reference/compatibility.md", "docs/reference/results.md")
-# What has to spell the words that it looks for; the glossary explains some of them.
+# These files spell the words themselves: the patterns and their tests, and the glossary, which explains some of them.
 LEFT_OUT = ("tests/policy/words.py", "tests/policy/test_words.py", "docs/develop/glossary.md")
 
 PYTORCH, CSRC, ENGINE = "transformer_engine/pytorch/", "transformer_engine/pytorch/csrc/", "transformer_engine/common/"
@@ -27,6 +24,7 @@ SAVED = (CSRC + "saved_hooks/", PYTORCH + "saved/", SUITES + "saved/", PYTORCH +
 GRAPH = (PYTORCH + "graph/", SUITES + "graph/")
 STASH = (CSRC + "stash/", PYTORCH + "stash/", SUITES + "stash/")
 PRODUCT = ("transformer_engine/",)
+C_API = ENGINE + "include/"
 
 # (names that were, where, the names of the field). A name is a whole token; a file's name has it between underscores.
 REPLACED = [
@@ -85,19 +83,6 @@ PROSE = {
 PATTERNS = {name: re.compile(pattern) for name, pattern in PROSE.items()}
 
 
-def folder(path):
-    """Where a file is counted: the folders of the extension, of the package and of its suites each by itself."""
-    parts = path.split("/")
-    depth = 1
-    for base in (CSRC, PYTORCH, SUITES):
-        if path.startswith(base):
-            depth = min(base.count("/") + 1, len(parts) - 1)
-            break
-    else:
-        depth = min(2, len(parts) - 1) if parts[0] in ("transformer_engine", "tests") else min(1, len(parts) - 1)
-    return "/".join(parts[:depth]) or "."
-
-
 def files(tops, suffixes):
     for top in tops:
         found = [REPO / top] if (REPO / top).is_file() else sorted((REPO / top).rglob("*"))
@@ -109,17 +94,23 @@ def files(tops, suffixes):
 
 
 def identifiers(path):
-    """(line, name) of each name in the code of a file."""
+    """(line, name) of each name in the code of a file; a C++ member counts where its struct declares it."""
     text = path.read_text()
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         return [(t.start[0], t.string) for t in tokens if t.type == tokenize.NAME]
     code = functions.BLANKED.sub(lambda m: m[0] if "#" in m[0][:9] else re.sub(r"[^\n]", " ", m[0]), text)
-    return [(n, name) for n, line in enumerate(code.splitlines(), 1) for name in re.findall(r"[A-Za-z_]\w*", line)]
+    return [
+        (n, name)
+        for n, line in enumerate(code.splitlines(), 1)
+        for name in re.findall(r"(?<![\w.])(?<!->)[A-Za-z_]\w*", line)
+    ]
 
 
 def replaced_in(path):
-    """{name that was: names that are} where this file may not have it."""
+    """{name that was: names that are} where this file may not have it. The names of the C API are public and stay."""
+    if path.startswith(C_API):
+        return {}
     return {was: now for names, scopes, now in REPLACED if path.startswith(scopes) for was in names.split()}
 
 
@@ -129,7 +120,11 @@ def identifier_hits():
     for name, path in files(TOPS, CODE):
         replaced = replaced_in(name)
         stem = f"_{path.stem}_"
-        found += [(name, 0, was, now) for was, now in replaced.items() if f"_{was}_" in stem]
+        found += [
+            (name, 0, was, now)
+            for was, now in replaced.items()
+            if f"_{was}_" in stem and path.stem not in now.split(", ")
+        ]
         found += [(name, line, was, replaced[was]) for line, was in identifiers(path) if was in replaced]
     return found
 
@@ -145,42 +140,11 @@ def prose_hits():
     return found
 
 
-def by_folder(hits):
-    counts = {}
-    for name, *_ in hits:
-        counts[folder(name)] = counts.get(folder(name), 0) + 1
-    return counts
-
-
-def left():
-    """{folder: (identifiers, prose)} that may be left."""
-    if not LEFT.exists():
-        return {}
-    with LEFT.open(newline="") as file:
-        return {row["folder"]: (int(row["identifiers"]), int(row["prose"])) for row in csv.DictReader(file)}
-
-
-def lower(begin=False):
-    """Writes into the table what there is now, where that is less."""
-    names, texts, old = by_folder(identifier_hits()), by_folder(prose_hits()), left()
-    with LEFT.open("w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(("folder", "identifiers", "prose"))
-        for key in sorted({*names, *texts}):
-            now = (names.get(key, 0), texts.get(key, 0))
-            most = now if begin else tuple(map(min, now, old.get(key, (0, 0))))
-            if any(most):
-                out.writerow((key, *most))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] in (["--lower"], ["--begin"]):
-        lower(begin=sys.argv[1] == "--begin")
-    else:
-        wanted = tuple(sys.argv[1:]) or ("",)
-        for name, line, was, now in identifier_hits():
-            if name.startswith(wanted):
-                print(f"{name}:{line}: {was} -> {now}")
-        for name, what, text in prose_hits():
-            if name.startswith(wanted):
-                print(f"{name}: [{what}] {text}")
+    wanted = tuple(sys.argv[1:]) or ("",)
+    for name, line, was, now in identifier_hits():
+        if name.startswith(wanted):
+            print(f"{name}:{line}: {was} -> {now}")
+    for name, what, text in prose_hits():
+        if name.startswith(wanted):
+            print(f"{name}: [{what}] {text}")
