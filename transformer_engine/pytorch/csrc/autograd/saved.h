@@ -11,7 +11,7 @@
 
 namespace te_torch {
 
-// What a counter counts. kRows: rows of the first dimension. kPanels: the same, where each is a panel of 128 rows of
+// The units of a counter. kRows: rows of the first dimension. kPanels: the same, where each is a panel of 128 rows of
 // tokens. kColumns: columns of a matrix, whose rows are apart in memory (scales of 1 x 128 blocks).
 enum class LiveUnits : uint8_t { kRows, kPanels, kColumns };
 
