@@ -63,6 +63,12 @@ std::vector<T> drawn(int64_t count, unsigned seed) {
   return values;
 }
 
+// Values that no map has; the poison of integers is -1, which maps have.
+inline void spoil(Buffer<int32_t>& map) {
+  const te_tensor t = map.tensor();
+  map.fill(std::vector<int32_t>(size_t(t.rows * t.cols), -7));
+}
+
 // Tensors of a routing: the map of its mask or of its ids, rows, tokens, probabilities. Outputs are poisoned.
 template <class T, class P>
 struct PermuteCase {
@@ -111,6 +117,7 @@ struct PermuteCase {
  private:
   void make_map(bool of_mask, unsigned seed) {
     is_mask = of_mask;
+    spoil(map);
     if (of_mask) {
       Buffer<uint8_t> mask(device, s.tokens, s.experts, s.experts + 2);
       Buffer<int32_t> counts(device, (s.tokens + TE_PERMUTE_CHUNK - 1) / TE_PERMUTE_CHUNK, s.experts);

@@ -82,6 +82,8 @@ TEST_P(Permute, MapsOfIds) {
     Buffer<int32_t> token_of_row(GetParam(), 1, s.rows), offsets(GetParam(), 1, last - first + 1);
     Buffer<int32_t> panels(GetParam(), 1, 1);
     ids.fill(given);
+    spoil(row_of_pair);
+    spoil(token_of_row);
     const te_permute_row_map_plan plan{ids.tensor(),
                                        row_of_pair.tensor(),
                                        token_of_row.tensor(),

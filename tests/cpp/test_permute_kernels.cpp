@@ -26,6 +26,7 @@ TEST(PermuteKernels, MapsOfMasks) {
     Buffer<int32_t> want(kCpu, s.tokens, 2 * s.experts + 1), got(kCpu, s.tokens, 2 * s.experts + 1);
     Buffer<int32_t> counts(kCpu, chunks, s.experts);
     mask.fill(mask_of(s, seed));
+    for (Buffer<int32_t>* map : {&want, &got}) spoil(*map);
     TE_ASSERT_OK(te_permute_mask_map(mask.tensor(), want.tensor(), counts.tensor(), nullptr));
     const Mask<uint8_t> view{mask.data(), s.experts + 1, int32_t(s.tokens), int32_t(s.experts)};
     run_blocks(unsigned(chunks), kMapThreads, seed, [&] { count_kernel(view, counts.data()); });
@@ -49,6 +50,7 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
   Buffer<int32_t> ids(kCpu, s.tokens, s.topk);
   ids.fill(ids_of(s, seed));
   RowMapOutputs want(s, last - first), got(s, last - first);
+  for (Buffer<int32_t>* map : {&want.row_of_pair, &want.token_of_row, &got.row_of_pair, &got.token_of_row}) spoil(*map);
   te_permute_row_map_plan plan{ids.tensor(),
                                want.row_of_pair.tensor(),
                                want.token_of_row.tensor(),

@@ -9,7 +9,7 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
-from transformer_engine.pytorch._internal.compiling import refuse
+from transformer_engine.pytorch._internal.compiling import in_a_mode, refuse
 from transformer_engine.pytorch.functional.permute import MAX_EXPERTS
 from transformer_engine.pytorch.tensor.float8 import Float8Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockwiseQTensor
@@ -19,6 +19,11 @@ _MASKS = (torch.bool, torch.uint8, torch.int32)
 
 
 # ---- checks ----
+
+
+def _has_values() -> bool:
+    """Whether tensors on the CPU can be read: not those of a tracer."""
+    return not torch.compiler.is_compiling() and not in_a_mode()
 
 
 def _check_rows(op: str, inp: torch.Tensor, classes: tuple[type, ...] = ()) -> None:
@@ -224,7 +229,7 @@ def moe_permute_and_pad_with_probs(
         pad_offsets = pad_offsets if padded else None
     if pad_offsets is not None:
         pad_offsets = pad_offsets.to(inp.device)
-    if routing_map.is_cpu and counts.is_cpu and not torch.compiler.is_compiling():
+    if routing_map.is_cpu and counts.is_cpu and _has_values():
         _check_counts(op, routing_map, counts)
     out, row_probs, row_id_map = _permute_by_mask(op, inp, routing_map, num_out_tokens, 0, probs, pad_offsets)
     return out, row_probs, row_id_map, pad_offsets, target
@@ -388,7 +393,7 @@ def _sort_chunks(
             )
     if probs is not None:
         _check_probs(op, "probs", probs, (inp.shape[0],), inp)
-    if not torch.compiler.is_compiling():
+    if _has_values():
         _check_chunks(op, inp.shape[0], **chunks)
     sizes, order = (t.to(inp.device, torch.int64) for t in (split_sizes, sorted_index))
     source, destination = functional.permute_chunk_map(sizes, order, inp.shape[0])
