@@ -95,7 +95,7 @@ def masked(kind, mask_name="attn_mask_type", tensor="attention_mask"):
     return {mask_name: kind}
 
 
-LENGTHS = {name: torch.tensor([0, 1, SEQ], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+PACKED = {name: torch.tensor([0, 1, SEQ], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
 
 
 def packed_heads():
@@ -104,7 +104,7 @@ def packed_heads():
 
 def packed(parameter, mask_name, inputs=lambda: [rows(SEQ)]):
     """thd, given to a constructor."""
-    return Probe("thd", {parameter: "thd", mask_name: "padding"}, LENGTHS, inputs=inputs)
+    return Probe("thd", {parameter: "thd", mask_name: "padding"}, PACKED, inputs=inputs)
 
 
 def stacked(parts, dim):
@@ -276,7 +276,7 @@ def of_attention(mask_name):
         "encoder_output": [Probe("tensor", {"attention_type": "cross"}, decoder())],
         "qkv_format": [
             *arguments("qkv_format", "bshd"),
-            Probe("thd", {"attn_mask_type": "padding"}, {"qkv_format": "thd", **LENGTHS}, inputs=packed_heads),
+            Probe("thd", {"attn_mask_type": "padding"}, {"qkv_format": "thd", **PACKED}, inputs=packed_heads),
         ],
         "fp8_output": arguments("fp8_output", True),
         "bf16_backward": arguments("bf16_backward", True),
