@@ -4,12 +4,14 @@ import torch
 from support import refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import data_parallel
 from transformer_engine.pytorch.data_parallel import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
     partition_buckets,
 )
+from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from .fake import FakeCommunicator, ladder, wrapped
 
@@ -356,3 +358,41 @@ def test_groups_of_fp8_weights():
     assert groups(1000) == [[2], [2], [2, 1, 1, 1]]
     assert groups(32) == [[2], [2], [2], [1], [1], [1]]
     assert partition_buckets([]) == []
+
+
+def test_calls_that_are_captured(monkeypatch):
+    """A flag of the stream, which a CPU does not have, is set by hand."""
+    ddp = DistributedDataParallel(Config(), ladder(1, 4))
+    optimizer = DistributedOptimizer(te.optimizers.FusedSGD(ddp.module.parameters(), lr=0.1), ddp)
+    before = ddp.module[0].weight.detach().clone()
+    for module in (data_parallel.optimizer, data_parallel.wrapper):
+        monkeypatch.setattr(module, "stream_captures", lambda: True)
+    with refused(NotImplementedError, "step()", "captured", "outside of graphs"):
+        optimizer.step()
+    with refused(RuntimeError, "offload_grad_buffers()", "captured"):
+        ddp.offload_grad_buffers()
+    assert torch.equal(ddp.module[0].weight, before) and not ddp.buffers[0].is_offloaded
+
+
+def test_a_parameter_that_was_thawed():
+    module = ladder(2, 4)
+    module[0].weight.requires_grad_(False)
+    ddp = DistributedDataParallel(Config(), module)
+    ddp.zero_grad_buffer()
+    module[0].weight.requires_grad_(True)
+    with refused(RuntimeError, "'0.weight'", "not trainable"):
+        ddp.zero_grad_buffer()
+
+
+def test_groups_of_another_type():
+    for name in ("process_group", "expert_process_group"):
+        with refused(TypeError, f"'{name}'", "int", "ProcessGroup"):
+            DistributedDataParallel(Config(), ladder(1, 4), **{name: 3})
+
+
+def test_quantized_weights_that_are_not_sharded():
+    module = torch.nn.Linear(32, 32)
+    module.weight = torch.nn.Parameter(IdentityQuantizer().quantize(module.weight.detach()))
+    with refused(NotImplementedError, "'weight'", "IdentityTensor", "use_distributed_optimizer=False"):
+        DistributedDataParallel(Config(use_distributed_optimizer=True), module)
+    assert not hasattr(module.bias, "main_grad")

@@ -21,10 +21,16 @@ class Work(Protocol):
 
 
 class Done:
-    """A collective that nothing is waited for."""
+    """The end of the work that the current stream has now: a collective of one rank, or a sum that has been made. Any
+    stream may wait for it; on a CPU nothing is left to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def wait(self) -> None:
-        return None
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Communicator:
@@ -55,24 +61,25 @@ class Communicator:
         return make_nccl_premul_sum(factor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        return self._started(lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))
+        return self._started(tensor, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """shard: this rank's slice of full, in place."""
         return self._started(
+            full,
             lambda: dist.reduce_scatter_tensor(shard, full, op, group=self.group, async_op=True),
         )
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """shard: this rank's slice of full, in place."""
-        return self._started(lambda: dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True))
+        return self._started(full, lambda: dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        return self._started(lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return self._started(sent, lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> Work:
         """The values of the group's first rank."""
-        return self._started(lambda: dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+        return self._started(tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
 
     def every_rank_says(self, said: Any) -> list[Any]:
         """The plain data that each rank brings, in the order of the ranks. Waits on the host."""
@@ -114,5 +121,5 @@ class Communicator:
                 "that every rank leaves, or every rank finishes."
             ) from error
 
-    def _started(self, start: Callable[[], Work]) -> Work:
-        return Done() if self.size == 1 else start()
+    def _started(self, tensor: torch.Tensor, start: Callable[[], Work]) -> Work:
+        return Done(tensor.device) if self.size == 1 else start()

@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
-from transformer_engine.pytorch.data_parallel.communicator import Work
+from transformer_engine.pytorch.data_parallel.communicator import Done, Work
 from transformer_engine.pytorch.data_parallel.layout import default_bucket_size
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
@@ -57,6 +57,8 @@ class BucketGroup:
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
         self._gathers: list[Work] | None = None
+        self._gathered: Done | None = None
+        self._ordered_streams: set[int] = set()  # of a GPU, after the last gather
         # span(kind) notes the dispatch of a collective, once a timeline was asked for.
         self.span: Callable[[str], Span | None] = lambda kind: None
         self._grad_span: Span | None = None
@@ -155,9 +157,11 @@ class BucketGroup:
 
     @property
     def is_partial(self) -> bool:
-        """Whether gradients are missing that a synchronized backward makes."""
-        reduced = self.state is GradState.REDUCED
-        return not reduced and self.expected is not None and any(left > 0 for left in self._left.values())
+        """Whether gradients are missing that a synchronized backward makes. With find_unused_parameters they always may
+        be: ranks use different parameters, and all of them have to give the same answer."""
+        if self.state is GradState.REDUCED or self.expected is None:
+            return False
+        return self.config.find_unused_parameters or any(left > 0 for left in self._left.values())
 
     def counts(self) -> list[int]:
         return [self._left[p] for p in self.params_list]
@@ -288,7 +292,10 @@ class BucketGroup:
             following.start_param_sync()
 
     def _wait_for_gathers(self) -> None:
+        device = self.buckets[0].buffer.device
         if self._gathers is None:
+            if self._gathered is not None and device.type == "cuda":
+                self._order_stream(self._gathered, torch.cuda.current_stream(device).cuda_stream)
             return
         with waiting(self._gather_span):
             for work in self._gathers:
@@ -297,7 +304,15 @@ class BucketGroup:
         self._gathered_version = self.version
         if self.fp8_weights:
             fp8_weights.gathered(self.fp8_weights)
+        self._gathered = Done(device)
+        self._ordered_streams.clear()
         torch.autograd.graph.increment_version(self.params_list)
+
+    def _order_stream(self, gathered: Done, stream: int) -> None:
+        """The first stream that waits makes the weights whole; each other one that reads them waits for it."""
+        if stream not in self._ordered_streams:
+            gathered.wait()
+            self._ordered_streams.add(stream)
 
 
 def unready_sentence(missing: Sequence[str], among: int) -> str:

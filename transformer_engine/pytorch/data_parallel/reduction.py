@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.data_parallel.buffers import Bucket
-from transformer_engine.pytorch.data_parallel.communicator import Communicator, Work
+from transformer_engine.pytorch.data_parallel.communicator import Communicator, Done, Work
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 
 _IN_FLIGHT = 2  # sums in the order of the ranks
@@ -77,22 +77,27 @@ class _OrderedSum:
             self.sent = data.new_zeros(-(-data.numel() // comm.size) * comm.size)
             self.sent[: data.numel()] = data
         self.received = None if comm.size == 1 else torch.empty_like(self.sent)
-        self.work = None if comm.size == 1 else comm.all_to_all(self.received, self.sent)
-        self.done = False
+        self.work: Work = Done(data.device) if comm.size == 1 else comm.all_to_all(self.received, self.sent)
+        self.sum: Work | None = None
 
     @torch.no_grad()
     def wait(self) -> None:
-        if self.done:
-            return
-        self.done = True
+        """The first call makes the sum, on its stream; others wait for it."""
+        if self.sum is None:
+            self.work.wait()
+            self._make_sum()
+            self.sum = Done(self.bucket.grad_data.device)
+        self.sum.wait()
+
+    def _make_sum(self) -> None:
         comm, factor, data = self.comm, self.bucket.gradient_scaling_factor, self.bucket.grad_data
         if self.received is None:
             if factor != 1.0:
                 data.mul_(factor)
             return
-        self.work.wait()
-        if data.is_cuda:  # it was allocated on the stream of the backward
-            self.received.record_stream(torch.cuda.current_stream(data.device))
+        if data.is_cuda:  # they were allocated on the stream of the backward
+            for each in (self.received, self.sent):
+                each.record_stream(torch.cuda.current_stream(data.device))
         parts = self.received.view(comm.size, -1)
         total = parts[0].to(torch.promote_types(data.dtype, torch.float32), copy=True)
         for part in parts[1:]:
@@ -105,4 +110,4 @@ class _OrderedSum:
             comm.all_gather(self.sent, own).wait()
             if self.sent is not data:
                 data.copy_(self.sent[: data.numel()])
-        self.sent = self.received = self.work = None
+        self.sent = self.received = None
