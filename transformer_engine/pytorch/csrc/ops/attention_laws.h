@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
 
 namespace te_torch {
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/TensorOperators.h>
 
 #include <string>
 
