@@ -7,7 +7,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, adam_rows
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 
@@ -130,6 +130,16 @@ def test_flat_parts_of_a_delayed_weight_are_the_weight(device, columnwise):
     for got, want in zip(*found):
         assert_same_bits(got, want)
     assert found[0][1].item() == 1 / 8
+
+
+def test_a_new_scale_that_other_ranks_lack_is_a_warning(device, monkeypatch):
+    """Once in a process."""
+    adam_rows._warn_of_other_ranks.cache_clear()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="keeps the former scale") as found:
+        stepped(delayed(device)[0], [(0, 100)])
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("columnwise", [False, True])

@@ -4,9 +4,24 @@ step such rows, with the same scale on each. No arithmetic of Adam is here."""
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
+import torch.distributed as dist
 
 from transformer_engine.pytorch.tensor import Float8Tensor, engine
+
+
+@functools.cache
+def _warn_of_other_ranks() -> None:
+    warnings.warn(
+        "FusedAdam: rows of a weight that is held in FP8 under delayed scaling are stepped in a job of several ranks, "
+        "and the weight gets a new scale. A rank that steps none of its rows keeps the former scale, by which gathered "
+        "bytes are other values: it needs weight._scale_inv of a rank that steps some. te.optimizers."
+        "DistributedOptimizer has the same scale on all ranks.",
+        stacklevel=2,
+    )
 
 
 class StepOfRows:
@@ -17,6 +32,8 @@ class StepOfRows:
         self.weight: Float8Tensor = rows._rows_of[0]
         self.scale_inv = rows._scale_inv.clone()
         self.parts: list[Float8Tensor] = []
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _warn_of_other_ranks()
 
     def complete(self, noop: torch.Tensor | None) -> Float8Tensor:
         """The whole weight, with matching bytes and scale again; if noop is set, so that the pass wrote nothing, with
