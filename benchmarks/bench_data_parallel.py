@@ -10,7 +10,6 @@ overlap; `own alone` is the model and FusedAdam without any collective. Waits ar
 last reduction and the first gather alone. Layouts of ten thousand parameters are planned without memory.
 On a CPU wanted: `own whole` <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
 
-import copy
 import time
 
 import torch
@@ -42,9 +41,10 @@ class Run:
         self.optimizer.step()
 
 
-def model(bench, shape):
+def model(bench, shape, fused=True):
+    """fused: products add weight gradients to main_grad, which torch's wrappers have not."""
     layers, hidden, ffn, _ = shape
-    options = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu"}
+    options = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu", "fuse_wgrad_accumulation": fused}
     options |= {"params_dtype": TORCH_DTYPES[DTYPE[bench.device.type]], "device": bench.device}
     torch.manual_seed(0)
     return torch.nn.Sequential(*(te.LayerNormMLP(hidden, ffn, **options) for _ in range(layers)))
@@ -75,8 +75,7 @@ def fsdp2(module, x):
 
 
 def contenders(bench, shape):
-    """Of one model, each with a copy of it."""
-    first = model(bench, shape)
+    """Each with the same first weights."""
     x = bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
     made = {
         "ours": lambda module: ours(bench, module, x, True, True),
@@ -88,7 +87,8 @@ def contenders(bench, shape):
         "torch ddp": lambda module: torch_ddp(module, x),
         "fsdp2": lambda module: fsdp2(module, x),
     }
-    return {name: make(copy.deepcopy(first)) for name, make in made.items()}
+    wrapped = ("ours", "own serial", "own whole")
+    return {name: make(model(bench, shape, fused=name in wrapped)) for name, make in made.items()}
 
 
 def flops(shape):
@@ -100,7 +100,7 @@ def steps(bench, shape, host):
     """Device time of steps; host: the time until they are queued."""
     op = "data_parallel_host" if host else "data_parallel_step"
     case = Case("D", op, DTYPE[bench.device.type], shape, "step", flops=flops(shape))
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     p50 = bench.compare_ranks(case, contenders(bench, shape), CALLS[bench.device.type], host=host)
     for own, peer in (("ours", "own alone"), ("ours", "own serial"), ("ours", "fsdp2"), ("own whole", "torch ddp")):
@@ -110,7 +110,7 @@ def steps(bench, shape, host):
 def waits(bench, shape):
     """How long a step's collectives were waited for, beside the last reduction and the first gather alone."""
     case = Case("D", "data_parallel_waits", DTYPE[bench.device.type], shape, "step", flops=flops(shape))
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     x = bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
     run = ours(bench, model(bench, shape), x, True, True)
@@ -136,7 +136,7 @@ def waits(bench, shape):
 def layouts(bench):
     """The host's time to plan ten thousand parameters: no tensor is made."""
     case = Case("D", "data_parallel_layout", "fp32", (PARAMETERS,), "step", flops=PARAMETERS)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
     specs = [ParamSpec(f"p{i}", 40960, torch.bfloat16, torch.float32) for i in range(PARAMETERS)]
     samples = []
