@@ -4,6 +4,7 @@ import torch
 from module_contract import saved_shapes
 from support import refused
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
 
 from .packed_cases import Packed
@@ -45,6 +46,16 @@ def test_saves_no_scores(device):
     heads = [((300, h, 16), torch.bfloat16) for h in (4, 2, 2, 4)]
     assert sorted(map(str, kept)) == sorted(map(str, [*heads, ((300, 4), torch.float32)]))
     assert all(shape == (3,) for shape, _ in saved if 300 not in shape and shape)
+
+
+def test_the_memory_plan_is_what_is_kept(device):
+    """Of a packed module: bytes by hand, and the names of what the node keeps."""
+    packed = Packed([200, 100])
+    tensors = [t.requires_grad_() for t in packed.tensors(4, 2, 16, 16, torch.bfloat16, device)]
+    module = te.DotProductAttention(4, 16, 2, qkv_format="thd", attn_mask_type="padding")
+    plan = te.memory_plan(module, *tensors, **packed.arguments(device))
+    assert sum(row.bytes for row in plan.rows) == 300 * 16 * 2 * (4 + 2 + 2 + 4) + 300 * 4 * 4 + 2 * 3 * 4
+    assert all(name in str(plan) for name in ("attention output", "log of the sum of exp"))
 
 
 def test_double_backward_is_refused(device):
