@@ -155,10 +155,11 @@ def test_a_device_that_is_not_there():
 class Captured(_C.StashStreams):
     """Events that count as captured while `on`."""
 
-    on = False
+    on, works = False, ()
 
     def run(self, stream, work, label, after):
         work(self.current())
+        self.works = [*self.works, work]
         return _C.StashEvent(stream, None, label, self.on)
 
     def now(self, label):
@@ -187,6 +188,28 @@ def test_a_pool_is_captured_with_its_first_call(what):
         again = []
         assert stash.grow(recapture=lambda: again.append(1)) and again
         gc.collect()
+
+
+def test_replays_are_named_by_the_captured_step():
+    """Python calls no store in a step of replays; its numbers are those of the captured stores."""
+    with made("cpu", device_pages=40) as stash:
+        streams = stash.streams = Captured(stash.device)
+        t = filled(100, 64, torch.uint8, "cpu")
+        eager = stash.stash("eager", [t[:1].clone()], count(1, "cpu"))
+        stash.reset()
+        streams.on, streams.works = True, ()
+        handles = [stash.stash(name, [t], count(100, "cpu")) for name in ("first", "second")]
+        streams.on = False
+        assert stash.verdict(wait=True).group == "second"
+        for _ in range(2):
+            stash.reset()
+            for work in streams.works[:2]:
+                work(streams.current())
+            verdict = stash.verdict(wait=True)
+            assert verdict.flags == ("lost",) and verdict.group == "second"
+        stash.reset()
+        assert stash.verdict().group == "second" and stash.verdict(wait=True).ok
+        del handles, eager
 
 
 def test_the_first_step(device):

@@ -183,7 +183,7 @@ class PagedStash(_C.StashCore):
             return None if report is None else verdict_of(report, self._names, self._first_step)
         self._restore_scales()
         self._pool.report(self._mailbox.memory)
-        return verdict_of(self._mailbox.peek(), self.step.names, self._first_step)
+        return verdict_of(self._mailbox.peek(), self._names_of(self.step), self._first_step)
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
         """float32 [] on the device: 1 where this step has a flag, else 0. Pass it as the `found_inf` of FusedAdam and
@@ -285,7 +285,7 @@ class PagedStash(_C.StashCore):
         self._pool, self._closed = None, True
         # Names may be layers that hold this stash: Python's collector does not see references held in C++.
         self.schedule, self.step = Schedule(), Step(self, records=False)
-        self.sized, self._names, self._unfinished = None, [], []
+        self.sized, self._names, self._captured_names, self._unfinished = None, [], [], []
         if self.overflow == "raise_at_step_end":
             verdict.raise_if_bad()
         return verdict
@@ -328,13 +328,17 @@ class PagedStash(_C.StashCore):
         if record:
             self.schedule = Schedule()
         self.step = Step(self, records=record or self._pool is None or bool(self._unfinished))
-        self._names = self.step.names if captured else last.names  # replays report on the captured step
+        self._names = self.step.names if captured else self._names_of(last)
         self._snapshot.save(self.device, captured)
         for text in filter(None, messages):
             warnings.warn(text, stacklevel=3)
         if recorded:
             self._check_order(operations_of(last))
         return captured
+
+    def _names_of(self, step: Step) -> list[Hashable]:
+        """The groups by the numbers of their stores. A step of replays has those of the captured step."""
+        return step.names or self._captured_names
 
     def _plan_inputs(self) -> tuple[Step | None, int, int | None, float]:
         """Arguments of Plan.of()."""

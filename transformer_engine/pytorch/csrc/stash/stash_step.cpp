@@ -152,6 +152,7 @@ void StashStep::store(const std::shared_ptr<StashHandle>& handle) {
   handle->store(calls);
   if (handle->state != StashState::kStored) return;
   names.append(handle->name);
+  if (handle->stored->captured) owner->captured_names = names;
   leaving_ = handle;
   if (owner->low_water != 0 && owner->schedule->known) stash_python().evict_farthest(shared_from_this(), calls);
 }
@@ -290,6 +291,7 @@ void register_stash_step(py::module_& m) {
             core.schedule = py::cast<std::shared_ptr<StashSchedule>>(schedule);
             core.python_schedule = std::move(schedule);
           })
+      .def_readwrite("_captured_names", &StashCore::captured_names)
       .def_readwrite("low_water", &StashCore::low_water)
       .def_readwrite("_sized", &StashCore::sized)
       .def_readwrite("_closed", &StashCore::closed)

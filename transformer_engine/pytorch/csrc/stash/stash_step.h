@@ -108,6 +108,7 @@ class StashCore : public std::enable_shared_from_this<StashCore> {
   std::shared_ptr<StashStep> step;     // the current one
   std::shared_ptr<StashStep> outside;  // of a probe, or after the end of the schedule
   int64_t probe = 0;                   // number of the probe of `outside`, 0: none
+  pybind11::list captured_names;       // of the last step with a captured store: replays have the numbers of its groups
   int64_t low_water = 0;
   bool sized = false;  // the number of pages is known without a recorded step
   bool closed = false;
