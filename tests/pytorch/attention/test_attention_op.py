@@ -48,7 +48,7 @@ def test_saves_no_scores(device):
     assert all(shape == (3,) for shape, _ in saved if 300 not in shape and shape)
 
 
-def test_the_memory_plan_is_what_is_kept(device):
+def test_the_memory_plan_has_the_kept_tensors(device):
     """Of a packed module: bytes by hand, and the names of what the node keeps."""
     packed = Packed([200, 100])
     tensors = [t.requires_grad_() for t in packed.tensors(4, 2, 16, 16, torch.bfloat16, device)]

@@ -25,7 +25,7 @@ TOP_LEVEL = {
     "NVFP4Quantizer HybridQuantizer IdentityQuantizer Float8Tensor Float8TensorStorage MXFP8Tensor MXFP8TensorStorage "
     "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage NVFP4Tensor NVFP4TensorStorage HybridQuantizedTensor "
     "HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage",
-    "Ours alone": "doctor explain fused_linear_cross_entropy memory_plan tune functional",
+    "Ours alone": "MoEMLP doctor explain fused_linear_cross_entropy memory_plan tune functional",
 }
 
 MULTI_TENSOR = """multi_tensor_applier multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm

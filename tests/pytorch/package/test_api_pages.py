@@ -36,5 +36,5 @@ def test_no_meaning_is_left_over():
 def test_refusals_are_read_from_the_compatibility_page():
     document = (DOCS / "compatibility.md").read_text()
     assert refusals(document, "DotProductAttention", "Constructor")["cp_group"] == "context parallelism"
-    assert refusals(document, "DotProductAttention", "Call")["softcap"] == "logit soft-capping"
+    assert refusals(document, "DotProductAttention", "Call")["inference_params"] == "a key-value cache"
     assert refusals(document, "DotProductAttention", "Call")["query_layer"] == ""
