@@ -235,6 +235,7 @@ CALLS = {
     **next_calls(),
     "doctor": lambda: quietly(te.doctor),
     "explain": lambda: te.explain(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
+    "MoEMLP": lambda: te.MoEMLP(16, 32, num_experts=4, topk=2, device="cpu")(torch.randn(3, 16)),
     "memory_plan": lambda: te.memory_plan(te.Linear(8, 8, device="cpu"), torch.randn(2, 8)),
     "tune": lambda: inspect.signature(te.tune),  # it searches on a GPU, where its own suite calls it
     **{f"multi_tensor_{name}": lambda name=name: over_lists(name) for name in MULTI_TENSOR},
