@@ -64,6 +64,8 @@ def inputs(tokens, device):
 
 
 def test_compiled_with_dynamic_tokens(device):
+    stats = torch._dynamo.utils.counters["stats"]  # of the process, which other tests compile in
+    before = stats["unique_graphs"]
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for tokens in (12, 31, 40):
         given = inputs(tokens, device)
@@ -73,7 +75,7 @@ def test_compiled_with_dynamic_tokens(device):
         grads = torch.autograd.grad(got.square().sum(), leaves), torch.autograd.grad(want.square().sum(), leaves)
         for ours, eager in zip(*grads, strict=True):
             torch.testing.assert_close(ours, eager)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert 1 <= stats["unique_graphs"] - before <= 2
 
 
 def test_compiled_with_no_tokens(device):
