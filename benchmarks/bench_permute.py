@@ -46,19 +46,19 @@ def run(bench, dtype, shape):
         return {"torch eager": plain} | ({"torch compile": bench.compile(plain)} if bench.cuda else {})
 
     case = Case("17", "permute", dtype, columns, "forward", bytes=one_pass)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda inp: functional.permute(inp, row_map, rows, of_mask=True)[0]}
         bench.compare(case, ours | peers(gathered), of_tokens)
     case = Case("17", "unpermute", dtype, columns, "forward", bytes=one_pass)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda inp: functional.unpermute(inp, row_map, of_mask=True)}
         bench.compare(case, ours | peers(summed), of_rows)
     case = Case("17", "permute", dtype, columns, "backward", bytes=one_pass)
-    if bench.wants(case):  # the gradient of a permute
+    if bench.selects(case):  # the gradient of a permute
         ours = {"ours": lambda grad: functional.unpermute(grad, row_map, of_mask=True)}
         bench.compare(case, ours | peers(summed), of_rows)
     case = Case("17", "unpermute_merge", dtype, columns, "backward", bytes=one_pass + one_pass * topk // (1 + topk))
-    if bench.wants(case):
+    if bench.selects(case):
         bwd = torch.ops.te.unpermute_bwd
         ours = {"ours": lambda grad, inp: bwd(grad, row_map, True, inp, probs, None, rows, True)}
         bench.compare(case, ours, lambda: (*of_tokens(), *of_rows()))
@@ -69,12 +69,12 @@ def run_maps(bench, shape):
     mask = routing(bench, tokens, topk, experts)
     ids = mask.nonzero()[:, 1].view(tokens, topk).int()
     case = Case("17", "map_by_rows", "fp32", (tokens, topk, experts), "forward", bytes=8 * tokens * topk)
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": lambda ids: functional.permute_row_map(ids, (0, experts), tokens * topk)[0]}
         peers = {"torch eager": lambda ids: ids.flatten().argsort(stable=True)}
         bench.compare(case, ours | peers, lambda: (ids.clone(),))
     case = Case("17", "map_of_a_mask", "fp32", (tokens, experts), "forward", bytes=4 * tokens * (2 * experts + 1))
-    if bench.wants(case):
+    if bench.selects(case):
         ours = {"ours": functional.permute_mask_map}
         bench.compare(case, ours | {"torch eager": lambda mask: mask.t().nonzero()}, lambda: (mask.clone(),))
 
@@ -86,7 +86,7 @@ def run_module(bench, dtype, shape):
     rows = tokens * topk
     passes = TORCH_DTYPES[dtype].itemsize * hidden * (4 * tokens + 5 * rows)
     case = Case("17", "permute_unpermute_module", dtype, (tokens, topk, hidden), "forward+backward", bytes=passes)
-    if not bench.wants(case):
+    if not bench.selects(case):
         return
 
     def step(inp, probs, grad):

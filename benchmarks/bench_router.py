@@ -57,7 +57,7 @@ def run(bench, dtype, shape):
         return plain_choice(logits, topk)
 
     case = Case("27", "router", dtype, shape, "forward", bytes=size)
-    if bench.wants(case):
+    if bench.selects(case):
         args = (None, topk, False, 0, 0, 1.0, "softmax", "bytes")
         contenders = {"ours": lambda x: _C.router_topk(x, *args), "torch eager": eager}
         if bench.cuda:
@@ -65,7 +65,7 @@ def run(bench, dtype, shape):
         bench.compare(case, contenders, lambda: (bench.randn(tokens, experts, dtype=dtype),))
 
     case = Case("27", "router_module", dtype, shape, "forward+backward", bytes=2 * size)
-    if bench.wants(case):
+    if bench.selects(case):
         contenders = {
             "ours": training_step(fused_choice, fused_loss, topk),
             "torch eager": training_step(plain_choice, plain_loss, topk),

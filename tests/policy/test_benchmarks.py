@@ -231,3 +231,16 @@ def test_head_is_slower_where_it_is_above_base_by_more_than_bases_spread(tmp_pat
     assert not judge([10.0, 11.0, 12.0], [1.0, 2.0, 3.0])[-1]
     refused = run(BENCHMARKS / "alternate.py", "--base", tmp_path, "bench_host.py", PYTHONPATH=str(BENCHMARKS))
     assert refused.returncode == 2 and "transformer_engine/__init__.py" in refused.stderr
+
+
+def test_scripts_use_what_a_bench_has():
+    """Most scripts run on a GPU alone, so that a name that was renamed in common.py is found here first."""
+    sources = {path: path.read_text() for path in sorted(BENCHMARKS.glob("*.py"))}
+    known = set()
+    for text in sources.values():
+        known |= {name for names in re.findall(r"\b(self\.\w+(?:, self\.\w+)*) = ", text) for name in names.split(", ")}
+        known |= {f"self.{name}" for name in re.findall(r"^    def (\w+)\(self", text, re.M)}
+    used = {(path.name, name) for path, text in sources.items() for name in re.findall(r"\bbench\.(\w+)", text)}
+    used = {(file, name) for file, name in used if not (BENCHMARKS / f"{name}.py").exists()}
+    assert len(used) > 100
+    assert not {(file, name) for file, name in used if f"self.{name}" not in known}
