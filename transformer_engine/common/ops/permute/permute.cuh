@@ -101,7 +101,8 @@ __device__ void write_rows(const Forward<Word>& move, int64_t token, const int64
     Word x[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (first + i * kMoveThreads < move.inp.words) x[i] = from[first + i * kMoveThreads];
+      const int64_t w = first + i * kMoveThreads;
+      x[i] = w < move.inp.words ? from[w] : zero_word<Word>();
     }
     for (int pair = 0; pair < n; ++pair) {
       if (rows[pair] < 0) continue;
