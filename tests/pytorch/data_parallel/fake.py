@@ -53,16 +53,16 @@ class FakeCommunicator:
     def broadcast(self, tensor):
         return self._started("broadcast", tensor, lambda: None)
 
-    def every_rank_says(self, said):
-        return [said] * self.size
+    def all_gather_object(self, value):
+        return [value] * self.size
 
-    def tell(self, step, said):
+    def post_message(self, step, message):
         pass
 
-    def told(self, step):
+    def messages(self, step):
         return ""
 
-    def leave(self, step, said, device):
+    def leave(self, step, message, device):
         self.log.append(("leave", "step", step))
 
     def started(self, kind):

@@ -33,6 +33,12 @@ class Done:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
+def all_gather_object(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class Communicator:
     """Over a torch.distributed group; None is all processes, or this one alone without torch.distributed."""
 
@@ -81,34 +87,30 @@ class Communicator:
         """The values of the group's first rank."""
         return self._started(tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
 
-    def every_rank_says(self, said: Any) -> list[Any]:
-        """The plain data that each rank brings, in the order of the ranks. Waits on the host."""
-        if self.size == 1:
-            return [said]
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, said, group=self.group)
-        return told
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The plain data that each rank passes, in the order of the ranks. Waits on the host."""
+        return [value] if self.size == 1 else all_gather_object(value, self.group)
 
     # Of a step that some rank does not finish; step: a number that the ranks count alike.
 
-    def tell(self, step: int, said: str) -> None:
-        """Leaves a sentence for ranks that wait for this one in vain."""
+    def post_message(self, step: int, message: str) -> None:
+        """Leaves a message for ranks that wait for this one in vain."""
         if self._store is not None:
-            self._store.set(f"{step}/said/{self.rank}", said)
+            self._store.set(f"{step}/message/{self.rank}", message)
 
-    def told(self, step: int) -> str:
-        """The sentences that other ranks left for that step."""
+    def messages(self, step: int) -> str:
+        """The messages that other ranks left for that step."""
         if self._store is None:
             return ""
-        keys = {rank: f"{step}/said/{rank}" for rank in range(self.size) if rank != self.rank}
+        keys = {rank: f"{step}/message/{rank}" for rank in range(self.size) if rank != self.rank}
         found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        return "; ".join(f"rank {rank} of the process group: {said}" for rank, said in found.items())
+        return "; ".join(f"rank {rank} of the process group: {text}" for rank, text in found.items())
 
-    def leave(self, step: int, said: str, device: torch.device) -> None:
+    def leave(self, step: int, message: str, device: torch.device) -> None:
         """Waits until every rank leaves that step. RuntimeError after the group's timeout."""
         if self._store is None:
             return
-        self.tell(step, said)
+        self.post_message(step, message)
         self._store.set(f"{step}/left/{self.rank}", "")
         keys = [f"{step}/left/{rank}" for rank in range(self.size)]
         group = dist.group.WORLD if self.group is None else self.group
@@ -117,8 +119,8 @@ class Communicator:
         except RuntimeError as error:
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
-                f"{OP}: {said}, and ranks {late} of the process group did not do so within its timeout; wanted a step "
-                "that every rank leaves, or every rank finishes."
+                f"{OP}: {message}, and ranks {late} of the process group did not do so within its timeout; wanted a "
+                "step that every rank leaves, or every rank finishes."
             ) from error
 
     def _started(self, tensor: torch.Tensor, start: Callable[[], Work]) -> Work:

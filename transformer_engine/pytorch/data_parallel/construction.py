@@ -61,22 +61,22 @@ def plan_of(
     return result[0]
 
 
-def agree(comm: Communicator, say: Callable[[], list[tuple]]) -> None:
-    """Raises ValueError on all ranks where say() raises on one, or where two ranks say different things."""
+def agree(comm: Communicator, describe: Callable[[], list[tuple]]) -> None:
+    """Raises ValueError on all ranks where describe() raises on one, or returns different data on two."""
     error: Exception | None = None
     try:
-        said: Any = say()
+        value: Any = describe()
     except (ValueError, NotImplementedError, TypeError) as raised:
-        error, said = raised, f"{type(raised).__name__}: {raised}"
-    told = comm.every_rank_says(said)
+        error, value = raised, f"{type(raised).__name__}: {raised}"
+    values = comm.all_gather_object(value)
     if error is not None:
         raise error
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(values):
         if isinstance(other, str):
             raise ValueError(f"{OP}: rank {rank} of the process group raised {other}")
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise ValueError(f"{OP}: {_first_difference(told[0], rank, other)}; wanted the same module on each rank.")
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(f"{OP}: {_first_difference(values[0], rank, other)}; wanted the same module on each rank.")
 
 
 def _first_difference(first: list[tuple], rank: int, other: list[tuple]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_engine.pytorch.data_parallel.communicator import all_gather_object
 from transformer_engine.pytorch.data_parallel.shards import Shard
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
 from transformer_engine.pytorch.distributed.groups import ranks_of
@@ -82,18 +83,14 @@ class GradNorm:
         own = f"rank {self.comm.rank}"
         return own if self.tp_size == 1 else f"{own} (rank {dist.get_rank(self.tp_group)} of 'tp_group')"
 
-    def every_rank_says(self, said: list[Any]) -> list[list[Any]]:
-        """The list that each rank brings, on all of them. Waits on the host."""
+    def all_gather_object(self, value: list[Any]) -> list[list[Any]]:
+        """The list that each rank passes, on all of them. Waits on the host."""
         if self.stats_group is not None:
-            return _gathered(said, self.stats_group)
-        told = self.comm.every_rank_says(said)
-        return told if self.tp_size == 1 else [one for each in _gathered(told, self.tp_group) for one in each]
-
-
-def _gathered(said: Any, group: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, said, group=group)
-    return told
+            return all_gather_object(value, self.stats_group)
+        values = self.comm.all_gather_object(value)
+        if self.tp_size == 1:
+            return values
+        return [one for each in all_gather_object(values, self.tp_group) for one in each]
 
 
 def clip_factor(norm: torch.Tensor, clip: float, inv_scale: torch.Tensor | None) -> torch.Tensor | None:

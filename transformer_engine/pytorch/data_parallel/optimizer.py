@@ -161,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """float32 [1] on the device, 1 where the step is skipped on all ranks. flags: of all of them."""
         checks = [check for ddp in self.ddps for check in ddp._nan_checks]
         if checks:
-            report = NanReport(checks, flags[2], self._norm.where(), self._norm.every_rank_says)
+            report = NanReport(checks, flags[2], self._norm.where(), self._norm.all_gather_object)
             for ddp in self.ddps:
                 ddp._nan_report = report
         is_requested = (flags[1:] > 0).any()

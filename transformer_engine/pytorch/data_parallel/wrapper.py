@@ -260,7 +260,7 @@ class DistributedDataParallel(torch.nn.Module):
         if flag is not None:
             self._comm.all_reduce(flag, torch.distributed.ReduceOp.MAX).wait()
             where = f"rank {self._comm.rank}"
-            NanReport(self._nan_checks, flag, where, self._comm.every_rank_says).raise_once()
+            NanReport(self._nan_checks, flag, where, self._comm.all_gather_object).raise_once()
 
     @property
     def _is_reduced(self) -> bool:
@@ -283,10 +283,10 @@ class DistributedDataParallel(torch.nn.Module):
                 self._groups[i].wait_for_reduction()
             self._reduction.finish_scratch()
         except RuntimeError as error:
-            told = self._comm.told(self._steps)
-            if not told:
+            messages = self._comm.messages(self._steps)
+            if not messages:
                 raise
-            raise RuntimeError(f"{OP}: the gradients were not reduced. {told}") from error
+            raise RuntimeError(f"{OP}: the gradients were not reduced. {messages}") from error
         self._steps += 1
 
     def _check_ready(self) -> None:
@@ -300,34 +300,34 @@ class DistributedDataParallel(torch.nn.Module):
         sentence = unready_sentence(missing, len(self.param_to_bucket_group)) if missing else None
         if all(group.expected is not None for group in self._groups):
             if sentence is not None:
-                self._comm.tell(self._steps, sentence)
+                self._comm.post_message(self._steps, sentence)
                 raise RuntimeError(sentence)
             return
         if not accumulates:  # start_grad_sync() was called: nothing was measured
             return
-        told = self._comm.every_rank_says(
+        every = self._comm.all_gather_object(
             (sentence, held_back, [group.counts() for group in self._groups], self._order.measured())
         )
-        for rank, (other, *_) in enumerate(told):
+        for rank, (other, *_) in enumerate(every):
             if other is not None:
                 raise RuntimeError(other if rank == self._comm.rank else f"{other} (rank {rank} of the process group)")
-        rest = [rank for rank, (_, its, *_) in enumerate(told) if its != told[0][1]]
+        rest = [rank for rank, (_, its, *_) in enumerate(every) if its != every[0][1]]
         if rest:
             raise RuntimeError(
-                f"{OP}: all backwards ran under no_sync() on {'rank 0' if told[0][1] else f'ranks {rest}'} of the "
+                f"{OP}: all backwards ran under no_sync() on {'rank 0' if every[0][1] else f'ranks {rest}'} of the "
                 "process group alone, wanted the same on all ranks."
             )
         if held_back:
             return
-        self._agree_on_counts([counts for _, _, counts, _ in told])
-        order = told[0][3]
+        self._agree_on_counts([counts for _, _, counts, _ in every])
+        order = every[0][3]
         self._order.agree(order)
         self._make_chains([self._groups[i] for i in reversed(order)])
 
-    def _agree_on_counts(self, told: list[list[list[int]]]) -> None:
+    def _agree_on_counts(self, every: list[list[list[int]]]) -> None:
         for number, group in enumerate(self._groups):
-            counts = told[0][number]
-            for rank, other in enumerate(told):
+            counts = every[0][number]
+            for rank, other in enumerate(every):
                 for p, wanted, got in zip(group.params_list, counts, other[number], strict=True):
                     if wanted != got and not self.config.find_unused_parameters:
                         raise RuntimeError(
