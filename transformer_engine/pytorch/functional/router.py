@@ -5,6 +5,8 @@ import torch
 
 from transformer_engine.pytorch import _C
 
+MAX_EXPERTS, MAX_TOPK = 1024, 32  # TE_ROUTER_MAX_EXPERTS, TE_ROUTER_MAX_TOPK
+
 
 def router_topk(
     logits: torch.Tensor,

@@ -9,10 +9,9 @@ import torch
 
 from transformer_engine.pytorch import functional, router
 from transformer_engine.pytorch._internal.arguments import check_function, check_size
+from transformer_engine.pytorch.functional.router import MAX_EXPERTS, MAX_TOPK
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, check_choice, default_init
 from transformer_engine.pytorch.module.config import ParameterConfig
-
-MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 
 
 class Routing(NamedTuple):
@@ -62,11 +61,11 @@ class TopKRouter(TransformerEngineBaseModule):
         check_size(op, "topk", topk, 1)
         check_function(op, "init_method", init_method)
         check_choice(op, "score_function", score_function, ("softmax", "sigmoid", "sqrtsoftplus"))
-        most = min(num_experts, MOST_CHOSEN)
-        if topk > most or num_experts > MOST_EXPERTS:
+        most = min(num_experts, MAX_TOPK)
+        if topk > most or num_experts > MAX_EXPERTS:
             raise ValueError(
                 f"{op}: arguments 'topk' and 'num_experts' are {topk} and {num_experts}, wanted at most {most} and at "
-                f"most {MOST_EXPERTS}."
+                f"most {MAX_EXPERTS}."
             )
         if expert_bias and score_function == "softmax":
             raise ValueError(

@@ -14,16 +14,16 @@
  *   Auxiliary loss of probs [T, C] with tokens_per_expert [C], C a multiple of num_experts:
  *     coeff * num_experts / (topk * total * total) * sum_c tokens_per_expert[c] * sum_t probs[t, c]; 0 if total is 0
  * Shapes. logits, probs, scores and their gradients [T, E]; expert_bias [1, E]; chosen [T, topk]; map [T, E] (BYTES) or
- *   [T, ceil(E / 8)] (BITS: bit e % 8 of byte e / 8). 1 <= topk <= min(E, 32), E <= 1024; group_topk divides topk,
- *   num_groups divides E, group_topk <= num_groups, topk / group_topk <= E / num_groups.
- * Dtypes. logits float32, float16 or bfloat16; probs, dprobs and dlogits the same; scores, dscores, expert_bias
- * float32; chosen int32; map uint8. Arithmetic in float32, one rounding at the store. Aliasing. No tensors may overlap.
- * Determinism. A token's bits depend on its own logits alone; the loss's on the shape and the values. Sums have a fixed
- *   order, the same on the CPU and on CUDA, and so have all functions: both give the same bits.
- * NaN and Inf. In the choice NaN is above all numbers, as in torch.topk, and so reaches the probabilities. +Inf and
- * rows of -Inf alone give NaN where a softmax reads them. A single -Inf has the score 0 (softmax without pre_softmax:
- * -Inf). Errors. TE_INVALID_ARGUMENT for a wrong shape, dtype, device or option. On the CPU also for an expert of
- * `chosen` outside of [0, E); on CUDA such an expert is skipped. */
+ *   [T, ceil(E / 8)] (BITS: bit e % 8 of byte e / 8). 1 <= topk <= min(E, TE_ROUTER_MAX_TOPK), E <=
+ * TE_ROUTER_MAX_EXPERTS; group_topk divides topk, num_groups divides E, group_topk <= num_groups, topk / group_topk <=
+ * E / num_groups. Dtypes. logits float32, float16 or bfloat16; probs, dprobs and dlogits the same; scores, dscores,
+ * expert_bias float32; chosen int32; map uint8. Arithmetic in float32, one rounding at the store. Aliasing. No tensors
+ * may overlap. Determinism. A token's bits depend on its own logits alone; the loss's on the shape and the values. Sums
+ * have a fixed order, the same on the CPU and on CUDA, and so have all functions: both give the same bits. NaN and Inf.
+ * In the choice NaN is above all numbers, as in torch.topk, and so reaches the probabilities. +Inf and rows of -Inf
+ * alone give NaN where a softmax reads them. A single -Inf has the score 0 (softmax without pre_softmax: -Inf). Errors.
+ * TE_INVALID_ARGUMENT for a wrong shape, dtype, device or option. On the CPU also for an expert of `chosen` outside of
+ * [0, E); on CUDA such an expert is skipped. */
 #ifndef TRANSFORMER_ENGINE_ROUTER_H_
 #define TRANSFORMER_ENGINE_ROUTER_H_
 
@@ -32,6 +32,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+#define TE_ROUTER_MAX_EXPERTS 1024
+#define TE_ROUTER_MAX_TOPK 32
 
 typedef enum te_router_score {
   TE_ROUTER_SOFTMAX = 0,

@@ -28,7 +28,7 @@ namespace cpu {
 
 using namespace te::cpu;
 
-using Floats = std::array<float, kMostExperts>;
+using Floats = std::array<float, TE_ROUTER_MAX_EXPERTS>;
 
 // The row widened to float, in place or in `buffer`.
 template <class T>
@@ -62,7 +62,7 @@ Shares shares_of(int score, const float* x, int n) {
 
 // The first `count` ranks of n keys, in order.
 void first_ranks(const uint32_t* keys, int n, int count, Rank* ranks) {
-  std::array<Rank, kMostExperts> all;
+  std::array<Rank, TE_ROUTER_MAX_EXPERTS> all;
   for (int i = 0; i < n; ++i) all[size_t(i)] = rank_of(keys[i], i);
   std::partial_sort_copy(all.begin(), all.begin() + n, ranks, ranks + count, std::greater<Rank>());
 }
@@ -70,8 +70,8 @@ void first_ranks(const uint32_t* keys, int n, int count, Rank* ranks) {
 // Clears the keys of experts outside of the best groups.
 void limit_to_groups(const te_router_plan& plan, uint32_t* keys, int experts) {
   const int size = experts / plan.num_groups, counted = plan.topk / plan.group_topk;
-  std::array<uint32_t, kMostExperts> group_keys{};
-  std::array<Rank, kMostExperts> ranks;
+  std::array<uint32_t, TE_ROUTER_MAX_EXPERTS> group_keys{};
+  std::array<Rank, TE_ROUTER_MAX_EXPERTS> ranks;
   for (int g = 0; g < plan.num_groups; ++g) {
     first_ranks(keys + g * size, size, counted, ranks.data());
     float sum = 0.f;
@@ -88,19 +88,19 @@ void limit_to_groups(const te_router_plan& plan, uint32_t* keys, int experts) {
 void choose(const te_router_plan& plan, const float* x, int experts, int32_t* chosen) {
   const auto* bias = static_cast<const float*>(plan.expert_bias.data);
   const Shares all = softmax_over_all(plan) ? shares_of(plan.score, x, experts) : Shares{plan.score, 0.f, 1.f};
-  std::array<uint32_t, kMostExperts> keys;
+  std::array<uint32_t, TE_ROUTER_MAX_EXPERTS> keys;
   for (int e = 0; e < experts; ++e) {
     keys[size_t(e)] = key_of(choice_value(plan, all, x[e], bias != nullptr ? bias[e] : 0.f));
   }
   if (plan.num_groups > 0) limit_to_groups(plan, keys.data(), experts);
-  std::array<Rank, kMostChosen> ranks;
+  std::array<Rank, TE_ROUTER_MAX_TOPK> ranks;
   first_ranks(keys.data(), experts, plan.topk, ranks.data());
   for (int i = 0; i < plan.topk; ++i) chosen[i] = index_of(ranks[size_t(i)]);
 }
 
 // The logits of the chosen experts, and what their probabilities are shares of.
 struct Chosen {
-  std::array<float, kMostChosen> x;
+  std::array<float, TE_ROUTER_MAX_TOPK> x;
   Shares shares;
 
   Chosen(const te_router_plan& plan, const float* row, int experts, const int32_t* chosen)
@@ -165,7 +165,7 @@ void backward(const te_router_plan& plan, const te_tensor& dprobs, const te_tens
       const float* x = widened<T>(plan.logits, row, buffer);
       const auto* picked = row_ptr<const int32_t>(chosen, row);
       const Chosen of(plan, x, experts, picked);
-      std::array<float, kMostChosen> g;
+      std::array<float, TE_ROUTER_MAX_TOPK> g;
       const T* dy = row_ptr<const T>(dprobs, row);
       for (int i = 0; i < plan.topk; ++i) g[size_t(i)] = product(plan.scaling_factor, to_float(dy[picked[i]]));
       const float dot =
@@ -193,11 +193,11 @@ void scores_forward(const te_router_plan& plan, const te_tensor& scores, const t
       auto* out = row_ptr<float>(scores, row);
       for (int e = 0; e < experts; ++e) out[e] = shares.of(x[e]);
       if (map.data == nullptr) return;
-      std::array<uint32_t, kMostExperts> keys;
+      std::array<uint32_t, TE_ROUTER_MAX_EXPERTS> keys;
       for (int e = 0; e < experts; ++e) keys[size_t(e)] = key_of(out[e]);
-      std::array<Rank, kMostChosen> ranks;
+      std::array<Rank, TE_ROUTER_MAX_TOPK> ranks;
       first_ranks(keys.data(), experts, plan.topk, ranks.data());
-      std::array<int32_t, kMostChosen> picked;
+      std::array<int32_t, TE_ROUTER_MAX_TOPK> picked;
       for (int i = 0; i < plan.topk; ++i) picked[size_t(i)] = index_of(ranks[size_t(i)]);
       write_map(plan, map, row, picked.data());
     });
@@ -270,7 +270,7 @@ namespace {
 te_tensor as(te_dtype dtype, int32_t device) { return te_tensor{nullptr, 0, 0, 0, dtype, device}; }
 
 void check_choice(const char* op, const te_router_plan& plan) {
-  const int64_t experts = plan.logits.cols, most = std::min<int64_t>(experts, kMostChosen);
+  const int64_t experts = plan.logits.cols, most = std::min<int64_t>(experts, TE_ROUTER_MAX_TOPK);
   if (plan.topk < 1 || plan.topk > most) {
     bad_argument(op, "plan.topk", plan.topk, concat("1 to ", most, ", the experts of a token of ", experts));
   }
@@ -280,8 +280,9 @@ void check_plan(const char* op, const te_router_plan* plan) {
   if (plan == nullptr) bad_argument(op, "plan", "NULL", "a plan");
   const te_tensor& x = plan->logits;
   check_tensor(op, "plan.logits", x);
-  if (x.cols < 1 || x.cols > kMostExperts) {
-    bad_argument(op, "plan.logits", shape_of(x), concat("1 to ", kMostExperts, " columns, one for each expert"));
+  if (x.cols < 1 || x.cols > TE_ROUTER_MAX_EXPERTS) {
+    bad_argument(op, "plan.logits", shape_of(x),
+                 concat("1 to ", TE_ROUTER_MAX_EXPERTS, " columns, one for each expert"));
   }
   dispatch_float(x.dtype, op, "plan.logits", [](auto) {});
   if (plan->score < TE_ROUTER_SOFTMAX || plan->score > TE_ROUTER_SQRTSOFTPLUS) {

@@ -10,8 +10,6 @@
 
 namespace te::router {
 
-constexpr int kMostExperts = 1024;
-constexpr int kMostChosen = 32;
 constexpr int kSumLanes = 32;
 constexpr float kEpsilon = 1e-20f;
 

@@ -60,11 +60,11 @@ void check_logits(const char* op, const Tensor& logits, int64_t topk) {
   check_float(logits, op, "logits");
   TORCH_CHECK_VALUE(logits.dim() >= 1, op, ": argument 'logits' has no dimensions, wanted [..., experts].");
   const c10::SymInt experts = logits.sym_size(-1);
-  TORCH_CHECK_VALUE(experts >= 1 && experts <= 1024, op, ": argument 'logits' has shape ", logits.sym_sizes(),
-                    ", wanted 1 to 1024 experts in the last dimension.");
-  const c10::SymInt most = experts.min(32);
+  TORCH_CHECK_VALUE(experts >= 1 && experts <= TE_ROUTER_MAX_EXPERTS, op, ": argument 'logits' has shape ",
+                    logits.sym_sizes(), ", wanted 1 to ", TE_ROUTER_MAX_EXPERTS, " experts in the last dimension.");
+  const c10::SymInt most = experts.min(TE_ROUTER_MAX_TOPK);
   TORCH_CHECK_VALUE(topk >= 1 && topk <= most, op, ": argument 'topk' is ", topk, ", wanted 1 to ", most,
-                    ", as there are ", experts, " experts; at most 32 are supported.");
+                    ", as there are ", experts, " experts; at most ", TE_ROUTER_MAX_TOPK, " are supported.");
 }
 
 void check_expert_groups(const Tensor& logits, int64_t topk, int64_t num_groups, int64_t group_topk) {
