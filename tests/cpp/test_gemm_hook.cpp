@@ -138,7 +138,7 @@ TEST_F(GemmHook, TheLoopsValuesAroundIt) {
           EXPECT_EQ(calls, before + 1);
           EXPECT_EQ(p.after(te_gemm_by_loop), by_loop);
           EXPECT_EQ(path(), "CPU loop");
-          EXPECT_EQ(calls, before + 1) << "te_gemm_by_loop is the plain loop, whatever is installed";
+          EXPECT_EQ(calls, before + 1) << "te_gemm_by_loop is the plain loop, also where another path is installed";
           EXPECT_EQ(by_hook, by_loop) << "layout " << layout << ", epilogue " << epilogue << ", accumulate "
                                       << accumulate;
         }
