@@ -31,11 +31,12 @@ void SaveContext::announce(const at::Tensor& t, const SavedInfo& info, const Liv
   announced.push_back({t.unsafeGetTensorImpl(), live, trailing, counted ? Uncounted{} : Uncounted{op_, info.name}});
 }
 
-// A row is an index of the first dimension; a tensor of three dimensions has tokens along two. A node's
-// own counter includes all rows that its backward reads.
+// A row is an index of the first dimension of a matrix, or a value of a vector: an input of one dimension is one token,
+// and a tensor of three dimensions has tokens along two. A node's own counter includes all rows that its backward
+// reads.
 void SaveContext::announce_tokens(const at::Tensor& t, const SavedInfo& info) const {
-  const bool is_rows = t.dim() >= 1 && t.dim() <= 2 && t.is_contiguous();
-  if (live_.rows.defined() && is_rows && t.dim() == 2) {
+  const bool is_rows = t.dim() == (info.vector ? 1 : 2) && t.is_contiguous();
+  if (live_.rows.defined() && is_rows) {
     return announce(t, info, {live_.rows, 1, LiveUnits::kRows, live_.of_group});
   }
   const auto& tokens = current_group.tokens;

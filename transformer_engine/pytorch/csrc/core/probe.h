@@ -16,7 +16,8 @@ struct SavedInfo {
   const char* name;
   const char* reason;          // which computation of the backward reads it
   const char* recompute_cost;  // the cost of recomputing it, and the option that does so
-  bool tokens = false;         // its first dimension is that of the tokens
+  bool tokens = false;         // its first dimension is that of the tokens: a matrix, or a vector
+  bool vector = false;         // of one value for each token
 };
 
 inline constexpr const char* kCallers =
@@ -24,7 +25,7 @@ inline constexpr const char* kCallers =
 inline constexpr SavedInfo kParameter{"parameter", "the gradient of its input reads it",
                                       "a parameter: kept in any case"};
 inline constexpr SavedInfo kStatistic{"norm statistic", "the norm's backward reads one value a row",
-                                      "reading the norm's input once", true};
+                                      "reading the norm's input once", true, true};
 inline constexpr SavedInfo kAngles{"rotary angles", "the backward rotates the gradient by them", kCallers};
 
 namespace probe {

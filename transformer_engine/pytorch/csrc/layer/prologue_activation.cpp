@@ -70,7 +70,7 @@ constexpr SavedInfo kGroupedPreActivation{"pre-activation", "the activation's ba
                                           "the first product", true};
 constexpr SavedInfo kScaledActivation{"scaled activation", "the weight's gradient is taken with it",
                                       "nothing beside the activation's backward, which recomputes it", true};
-constexpr SavedInfo kRowScale{"row scale", "the activation's gradient is multiplied by it", kCallers, true};
+constexpr SavedInfo kRowScale{"row scale", "the activation's gradient is multiplied by it", kCallers, true, true};
 
 // No kernel writes its FP8 result directly: the operand is quantized after it.
 class ScaledActivation final : public Prologue {

@@ -32,7 +32,7 @@ constexpr SavedInfo kHiddenGradient{"gradient of hidden", "computed in the forwa
 constexpr SavedInfo kWeightGradient{"gradient of the weight", "computed in the forward; the backward returns it",
                                     "a loss that is not reduced, whose backward recomputes all"};
 constexpr SavedInfo kHidden{"hidden", "the backward computes chunks of logits from it again", kCallers, true};
-constexpr SavedInfo kTarget{"target", "the backward computes the gradient of the loss again", kCallers, true};
+constexpr SavedInfo kTarget{"target", "the backward computes the gradient of the loss again", kCallers, true, true};
 
 using Flags = std::array<bool, 3>;  // of hidden, weight, bias
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
