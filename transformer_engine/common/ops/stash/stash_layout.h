@@ -136,13 +136,13 @@ template <class AnyTable>
 using TilesOf = std::conditional_t<kStrided<AnyTable>, StridedTiles, Tiles>;
 
 // Of member m, which has several repeats.
-TE_HOST_DEVICE void cut_repeats(const StridedTable& table, const Layout& layout, const Grid& grid, int m,
-                                StridedTiles& tiles) {
+TE_HOST_DEVICE void cut_repeats(const StridedTable& table, const Layout& layout, const Grid& grid, int64_t device_pages,
+                                int m, StridedTiles& tiles) {
   const int64_t bytes = live_bytes(table, layout, m), start = layout.starts[m], end = layout.starts[m + 1];
   tiles.cells[m] = bytes == 0 ? 1 : grid.most_cells(aligned(bytes));
   const int64_t all = bytes == 0 ? 0 : table.repeats[m] * tiles.cells[m];
-  tiles.before[0][m + 1] = all != 0 && grid.page_at(start) < tiles.device_pages ? all : 0;
-  tiles.before[1][m + 1] = all != 0 && grid.page_at(end - 1) >= tiles.device_pages ? all : 0;
+  tiles.before[0][m + 1] = all != 0 && grid.page_at(start) < device_pages ? all : 0;
+  tiles.before[1][m + 1] = all != 0 && grid.page_at(end - 1) >= device_pages ? all : 0;
 }
 
 // Writes the numbers of tiles of member m to `before`; sum_tiles() adds them up.
@@ -150,8 +150,8 @@ template <class AnyTable>
 TE_HOST_DEVICE void cut_member(const AnyTable& table, const Layout& layout, const Grid& grid, int64_t device_pages,
                                int m, TilesOf<AnyTable>& tiles) {
   if constexpr (kStrided<AnyTable>) {
-    tiles.device_pages = device_pages;
-    if (table.repeats[m] > 1) return cut_repeats(table, layout, grid, m, tiles);
+    if (m == 0) tiles.device_pages = device_pages;  // a lane for each member calls this
+    if (table.repeats[m] > 1) return cut_repeats(table, layout, grid, device_pages, m, tiles);
   }
   const int64_t bytes = live_bytes(table, layout, m), start = layout.starts[m];
   const int64_t first = bytes == 0 ? 0 : grid.cell_at(start);
