@@ -1,18 +1,15 @@
-# 50 steps of megatron-core's own DistributedDataParallel and optimizers over our modules, over gloo in 1 and 2 ranks,
-# against one process without them on the whole batch.
+# 50 steps of megatron-core's own DistributedDataParallel and optimizers over our modules in 1 and 2 ranks, over gloo or
+# NCCL, against one process without them on the whole batch.
 import importlib.util
 
 import pytest
 import torch
-from ranks import on_cuda, on_ranks
+from ranks import on_ranks
 
 from pytorch.clients.megatron_workers import Case, alone, under_megatron
 
 there = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
-pytestmark = [
-    pytest.mark.skipif(not there, reason="needs the extra: pip install 'transformer_engine[megatron]'"),
-    pytest.mark.skipif(on_cuda(), reason="megatron_on_cpu.py answers for CUDA on a CPU"),
-]
+pytestmark = pytest.mark.skipif(not there, reason="needs the extra: pip install 'transformer_engine[megatron]'")
 STEPS = 50
 CASES = {
     "fp32, overlap": Case(torch.float32, overlap=True),
@@ -27,12 +24,14 @@ CASES = {
     "delayed weights, precision-aware": Case(recipe="delayed", held_in_fp8=True, aware=True),
     "tensorwise": Case(recipe="tensorwise", sharded=False),
     "tensorwise weights": Case(recipe="tensorwise", held_in_fp8=True),
+    "blockwise": Case(recipe="blockwise", sharded=False),
+    "blockwise weights": Case(recipe="blockwise", held_in_fp8=True),
 }
 # Relative differences of losses in all steps, and of norms in 2 and in 10 steps.
 BOUNDS = torch.tensor([5e-3, 1e-3, 1e-2])
 # FP8 rounds sums of another order to other values, and masters that begin as the weights' FP8 values are others.
 FP8_BOUNDS = torch.tensor([5e-2, 1e-2, 5e-2])
-WITHOUT = {"delayed, sharded": "delayed", "tensorwise weights": "tensorwise"}  # the same without that optimizer
+WITHOUT = {"delayed, sharded": "delayed", "tensorwise weights": "tensorwise", "blockwise weights": "blockwise"}  # the same without that optimizer
 STALE_SCALE = "under megatron-core a rank that steps no part of a weight keeps its old scale"
 
 

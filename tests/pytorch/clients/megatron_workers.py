@@ -1,18 +1,19 @@
 """megatron-core's DistributedDataParallel and optimizer over our modules, and the same model in one process without
-either. On a CPU, behind megatron_on_cpu.py. No test is here."""
+either: on a CPU behind megatron_on_cpu.py, on CUDA as it is. No test is here."""
 
 import dataclasses
 
 import torch
 import torch.distributed as dist
+from ranks import here
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 from . import megatron_on_cpu
 
 HIDDEN, OUT, SEQ, BATCH = 64, 16, 8, 16
-RECIPES = {"delayed": DelayedScaling, "tensorwise": Float8CurrentScaling}  # by megatron-core's names
+RECIPES = {"delayed": DelayedScaling, "tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling}  # by megatron-core's names
 ADAM = {"lr": 2e-3, "weight_decay": 0.01}
 
 
@@ -29,7 +30,7 @@ class Case:
 
 def model_of(case):
     torch.manual_seed(3)
-    on = {"params_dtype": case.dtype, "device": "cpu", "fuse_wgrad_accumulation": case.fused}
+    on = {"params_dtype": case.dtype, "device": here(), "fuse_wgrad_accumulation": case.fused}
     recipe = RECIPES[case.recipe]() if case.recipe else None
     with te.quantized_model_init(case.held_in_fp8, recipe, preserve_high_precision_init_val=True):
         layer = te.TransformerLayer(
@@ -44,7 +45,7 @@ def loss_of(model, case, step, rank=0, ranks=1):
     """Of this rank's sequences of a batch."""
     x = torch.randn(SEQ, BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))
     wanted = 2 * x[..., :OUT]
-    x, wanted = (t.chunk(ranks, 1)[rank] for t in (x.to(case.dtype), wanted))
+    x, wanted = (t.chunk(ranks, 1)[rank].to(here()) for t in (x.to(case.dtype), wanted))
     recipe = RECIPES[case.recipe]() if case.recipe else None
     group = dist.group.WORLD if ranks > 1 else None
     with te.autocast(enabled=case.recipe is not None, recipe=recipe, amax_reduction_group=group):
@@ -59,7 +60,7 @@ def alone(case, steps):
     seen = []
     for step in range(steps):
         for p in parameters:
-            p.main_grad, p.grad, p.grad_added_to_main_grad = torch.zeros(p.shape), None, False
+            p.main_grad, p.grad, p.grad_added_to_main_grad = torch.zeros(p.shape, device=p.device), None, False
         loss = loss_of(model, case, step)
         loss.backward()
         for p in parameters:
@@ -99,8 +100,9 @@ def wrapped(case):
 
 def under_megatron(rank, cases, steps):
     """Of each case [(loss of all ranks, gradients' norm) of each step], and how many weights have moved."""
-    megatron_on_cpu.pretend()
-    megatron_on_cpu.collectives_one_by_one()
+    if here().type == "cpu":
+        megatron_on_cpu.pretend()
+        megatron_on_cpu.collectives_one_by_one()
     from megatron.core import parallel_state
 
     ranks = dist.get_world_size()
@@ -118,7 +120,7 @@ def under_megatron(rank, cases, steps):
             ddp.finish_grad_sync()
             applied, norm, _ = optimizer.step()
             assert applied
-            mean = loss.detach() / ranks
+            mean = (loss.detach() / ranks).cpu()
             dist.all_reduce(mean)
             seen.append((mean.item(), float(norm)))
         moved = [not torch.equal(p.detach().float(), b) for p, b in zip(ddp.module.parameters(), before, strict=True)]
