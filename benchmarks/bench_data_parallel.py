@@ -1,22 +1,26 @@
 """Steps of data parallelism over the ranks that torchrun has started (case D), beside torch's DistributedDataParallel
-and FSDP2.
+and FSDP2, with their memory.
 
     torchrun --nproc-per-node=2 bench_data_parallel.py                    # NCCL, each rank on its own CUDA device
     torchrun --nproc-per-node=2 bench_data_parallel.py --device cpu       # gloo, a small model
 
 A step is zero_grad, forward, backward and the optimizer's step, of a stack of RMSNorm + MLP layers of this library with
-weights of one dtype. `ours` shards and overlaps; `own whole` does not shard, as torch's DDP; `own serial` does not
-overlap; `own alone` is the model and FusedAdam without any collective. Waits are those of ddp.timeline(), beside the
-last reduction and the first gather alone. Layouts of ten thousand parameters are planned without memory.
+weights of one dtype. `ours` shards and overlaps, as FSDP2 does, with gradients, master weights and moments in fp32 in
+both; `own serial` does not overlap; `own alone` is the model and FusedAdam without any collective; `own whole` does not
+shard, with gradients and moments in the weights' dtype, as torch's DDP. Waits are those of ddp.timeline(), beside the
+last reduction and the first gather alone. Memory is the peak of a contender by itself, beside the law's bytes: 6 + 12 /
+ranks a parameter; `own lean` keeps remainders of master weights, and moments in bf16: 6 + 6 / ranks. Layouts of ten
+thousand parameters are planned without memory.
 On a CPU wanted: `own whole` <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
 
+import gc
 import time
 
 import torch
 import torch.distributed as dist
 from common import TORCH_DTYPES, Case
 from rank_bench import RankBench
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel.layout import ParamSpec, buffer_layouts
@@ -41,54 +45,76 @@ class Run:
         self.optimizer.step()
 
 
-def model(bench, shape, fused=True):
+def model(bench, shape, dtype=None, fused=True):
     """fused: products add weight gradients to main_grad, which torch's wrappers have not."""
     layers, hidden, ffn, _ = shape
     options = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu", "fuse_wgrad_accumulation": fused}
-    options |= {"params_dtype": TORCH_DTYPES[DTYPE[bench.device.type]], "device": bench.device}
+    options |= {"params_dtype": dtype or TORCH_DTYPES[DTYPE[bench.device.type]], "device": bench.device}
     torch.manual_seed(0)
     return torch.nn.Sequential(*(te.LayerNormMLP(hidden, ffn, **options) for _ in range(layers)))
 
 
-def ours(bench, module, x, sharded, overlap):
+def ours(bench, shape, x, overlap=True, **adam):
+    module = model(bench, shape)
     config = te.distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=sharded,
+        use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
-        overlap_param_gather=sharded and overlap,
+        overlap_param_gather=overlap,
     )
     ddp = te.distributed.DistributedDataParallel(config, module)
-    adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=bench.cuda)
+    adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=bench.cuda, **adam)
     return Run(x, ddp, te.optimizers.DistributedOptimizer(adam, ddp))
 
 
-def torch_ddp(module, x):
+def own_lean(bench, shape, x):
+    return ours(
+        bench, shape, x, store_param_remainders=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
+    )
+
+
+def own_whole(bench, shape, x):
+    module = model(bench, shape)
+    config = te.distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=True)
+    ddp = te.distributed.DistributedDataParallel(config, module)
+    adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, exp_avg_dtype=x.dtype, exp_avg_sq_dtype=x.dtype)
+    return Run(x, ddp, te.optimizers.DistributedOptimizer(adam, ddp))
+
+
+def own_alone(bench, shape, x):
+    module = model(bench, shape, fused=False)
+    return Run(x, module, te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=bench.cuda))
+
+
+def torch_ddp(bench, shape, x):
+    module = model(bench, shape, fused=False)
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     return Run(x, wrapped, torch.optim.AdamW(module.parameters(), **ADAM, fused=True))
 
 
-def fsdp2(module, x):
-    for layer in module:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(module, reshard_after_forward=False)
+def fsdp2(bench, shape, x):
+    module = model(bench, shape, torch.float32, fused=False)
+    policy = MixedPrecisionPolicy(param_dtype=x.dtype, reduce_dtype=torch.float32)
+    for layer in (*module, module):
+        fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
     return Run(x, module, torch.optim.AdamW(module.parameters(), **ADAM, fused=True))
+
+
+def inputs(bench, shape):
+    return bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
 
 
 def contenders(bench, shape):
     """Each with the same first weights."""
-    x = bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
-    made = {
-        "ours": lambda module: ours(bench, module, x, True, True),
-        "own serial": lambda module: ours(bench, module, x, True, False),
-        "own whole": lambda module: ours(bench, module, x, False, True),
-        "own alone": lambda module: Run(
-            x, module, te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=bench.cuda)
-        ),
-        "torch ddp": lambda module: torch_ddp(module, x),
-        "fsdp2": lambda module: fsdp2(module, x),
+    x = inputs(bench, shape)
+    return {
+        "ours": ours(bench, shape, x),
+        "own serial": ours(bench, shape, x, overlap=False),
+        "own whole": own_whole(bench, shape, x),
+        "own alone": own_alone(bench, shape, x),
+        "torch ddp": torch_ddp(bench, shape, x),
+        "fsdp2": fsdp2(bench, shape, x),
     }
-    wrapped = ("ours", "own serial", "own whole")
-    return {name: make(model(bench, shape, fused=name in wrapped)) for name, make in made.items()}
 
 
 def flops(shape):
@@ -112,8 +138,7 @@ def waits(bench, shape):
     case = Case("D", "data_parallel_waits", DTYPE[bench.device.type], shape, "step", flops=flops(shape))
     if not bench.selects(case):
         return
-    x = bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
-    run = ours(bench, model(bench, shape), x, True, True)
+    run = ours(bench, shape, inputs(bench, shape))
     run()
     run.wrapped.timeline()
     samples = {"ours": []}
@@ -131,6 +156,30 @@ def waits(bench, shape):
 
     samples["alone"] = [bench.timed(alone, 1) for _ in range(bench.rounds)]
     bench._write(case, bench.largest(samples), "us")
+
+
+def memory(bench, shape):
+    """The peak of each contender alone on its device, and the law's bytes."""
+    case = Case("D", "data_parallel_memory", DTYPE[bench.device.type], shape, "step", flops=flops(shape))
+    if not bench.selects(case) or not bench.cuda:
+        return
+    x, peaks = inputs(bench, shape), {}
+    for name, make in {"ours": ours, "own lean": own_lean, "fsdp2": fsdp2}.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        run = make(bench, shape, x)
+        run()
+        bench.together()
+        bench.reset_memory()
+        run()
+        bench.together()
+        peaks[name] = (bench.memory() - before) / 2**20
+        del run
+    layers, hidden, ffn, _ = shape
+    weights = layers * 3 * hidden * ffn / 2**20
+    peaks |= {"law": weights * (6 + 12 / bench.ranks), "law lean": weights * (6 + 6 / bench.ranks)}
+    bench.record(case, peaks, "MiB")
 
 
 def layouts(bench):
@@ -151,6 +200,7 @@ def main():
     bench = RankBench(__doc__)
     kind = bench.device.type
     layouts(bench)
+    memory(bench, STACKS[kind])
     steps(bench, HOST[kind], host=True)
     steps(bench, STACKS[kind], host=False)
     waits(bench, STACKS[kind])

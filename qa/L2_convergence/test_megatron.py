@@ -31,7 +31,8 @@ CASES = {
 BOUNDS = torch.tensor([5e-3, 1e-3, 1e-2])
 # FP8 rounds sums of another order to other values, and masters that begin as the weights' FP8 values are others.
 FP8_BOUNDS = torch.tensor([5e-2, 1e-2, 5e-2])
-WITHOUT = {"delayed, sharded": "delayed", "tensorwise weights": "tensorwise", "blockwise weights": "blockwise"}  # the same without that optimizer
+# The same case without that optimizer, or without weights held in FP8.
+WITHOUT = {"delayed, sharded": "delayed", "tensorwise weights": "tensorwise", "blockwise weights": "blockwise"}
 STALE_SCALE = "under megatron-core a rank that steps no part of a weight keeps its old scale"
 
 

@@ -13,7 +13,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from . import megatron_on_cpu
 
 HIDDEN, OUT, SEQ, BATCH = 64, 16, 8, 16
-RECIPES = {"delayed": DelayedScaling, "tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling}  # by megatron-core's names
+# By megatron-core's names.
+RECIPES = {"delayed": DelayedScaling, "tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling}
 ADAM = {"lr": 2e-3, "weight_decay": 0.01}
 
 
