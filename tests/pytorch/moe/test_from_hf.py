@@ -53,7 +53,28 @@ def test_computes_the_models_layer(model, prefix, device):
 def test_other_layers_are_refused():
     with refused(ValueError, "moe_state_from_hf", "Mixtral", "'mlp.'", "mlp.experts.0.w1.weight"):
         moe_state_from_hf({"mlp.up_proj.weight": torch.ones(1)}, "mlp.")
+    for missing in ("experts.1.w2.weight", "experts.3.w1.weight", "experts.0.w1.weight", "gate.weight"):
+        state = layer_of("Mixtral", "", "cpu")
+        del state[missing]
+        with refused(KeyError, missing):
+            moe_state_from_hf(state)
+
+
+@pytest.mark.parametrize("experts", [(0, 5), (-1, 2), (2, 2), (3, 1), (0.0, 2.0), "13", 3])
+def test_ranges_of_other_experts_are_refused(experts):
+    with refused(ValueError, "moe_state_from_hf", "'experts'", repr(experts), "<= 4"):
+        moe_state_from_hf(layer_of("Qwen3-MoE", "mlp.", "cpu"), "mlp.", experts)
+
+
+def test_a_router_of_other_experts_is_refused():
     state = layer_of("Mixtral", "", "cpu")
-    del state["experts.1.w2.weight"]
-    with refused(KeyError, "experts.1.w2.weight"):
+    state["gate.weight"] = state["gate.weight"][:3]
+    with refused(ValueError, "moe_state_from_hf", "gate.weight has shape [3, 32]", "experts.3.w1.weight"):
         moe_state_from_hf(state)
+
+
+def test_experts_outside_of_the_range_need_not_be_there():
+    state = layer_of("Mixtral", "", "cpu")
+    part = {name: t for name, t in state.items() if not name.startswith(("experts.0.", "experts.1."))}
+    for name, t in moe_state_from_hf(part, experts=(2, 4)).items():
+        assert torch.equal(t, moe_state_from_hf(state, experts=(2, 4))[name])

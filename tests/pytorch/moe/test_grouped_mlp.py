@@ -180,8 +180,23 @@ def test_bad_arguments(device):
         ours([1.0], SPLITS, scale)
     with refused(ValueError, "GroupedMLP", "'m_splits'", "3 numbers"):
         ours(x, [1, 2, 3], scale)
-    with refused(ValueError, "'scale'", "[135]"):
+    for name in ("num_gemms", "hidden_size", "ffn_hidden_size"):
+        sizes = {"num_gemms": 2, "hidden_size": HIDDEN, "ffn_hidden_size": FFN}
+        for wrong in ("48", 4.5, -1):
+            with refused(ValueError, "GroupedMLP", f"'{name}' is {wrong!r}"):
+                GroupedMLP(**sizes | {name: wrong}, device=device)
+    with refused(ValueError, "GroupedMLP: argument 'row_scale' has shape [135]", "[136]"):
         ours(x, SPLITS, scale[:135])
+    with refused(ValueError, "GroupedMLP: argument 'row_scale' has dtype Double", "float32"):
+        ours(x, SPLITS, scale.double())
+    with refused(TypeError, "GroupedMLP: argument 'row_scale' is a list"):
+        ours(x, SPLITS, [1.0])
+    with refused(ValueError, "GroupedMLP: argument 'inp'", "last dimension 31, wanted 32", "[136, 31]"):
+        ours(x[:, :31], SPLITS, scale)
+    with refused(ValueError, "GroupedMLP: argument 'inp'", "float64"):
+        ours(x.double(), SPLITS, scale)
+    with refused(ValueError, "GroupedMLP: argument 'inp'", "float16", "'fc1.weight0' has torch.bfloat16"):
+        ours(x.half(), SPLITS, scale)
     half = build(device, save_preactivation="fp8")
     half.fc1.register_forward_hook(lambda *_: None)
     with refused(NotImplementedError, "GroupedMLP", "save_preactivation"):

@@ -310,12 +310,17 @@ def test_bad_arguments(device):
     for options in ({"ep_group": object()}, {"ep_transport": "peer"}, {"stash": object()}):
         with refused(NotImplementedError, "MoEMLP", f"'{next(iter(options))}'"):
             build(device, **options)
-    for experts in ((0, 7), (2, 2), (3, 1), (-1, 2), 3):
+    for experts in ((0, 7), (2, 2), (3, 1), (-1, 2), 3, (0.7, 2.9), "13", (1, 2, 3)):
         with refused(ValueError, "MoEMLP", "'experts'", experts):
             build(device, experts=experts)
-    for factor in (0, -1.0, float("nan"), float("inf")):
+    for factor in (0, -1.0, float("nan"), float("inf"), "2", True):
         with refused(ValueError, "MoEMLP", "'capacity_factor'", factor):
             build(device, capacity_factor=factor)
+    for name in ("hidden_size", "ffn_hidden_size", "num_experts"):
+        sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_experts": EXPERTS, "topk": TOPK}
+        for wrong in ("48", 4.5, -1):
+            with refused(ValueError, "MoEMLP", f"'{name}' is {wrong!r}"):
+                MoEMLP(**sizes | {name: wrong}, device=device)
     for topk in (0, 7):
         with refused(ValueError, "TopKRouter", "'topk'", topk):
             MoEMLP(HIDDEN, FFN, EXPERTS, topk, device=device)

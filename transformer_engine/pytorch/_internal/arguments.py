@@ -1,6 +1,8 @@
 """Checks of arguments that several folders share. Nothing is built here."""
 
+import math
 import operator
+from numbers import Real
 
 import torch
 
@@ -13,6 +15,20 @@ def check_size(op: str, argument: str, size: object, least: int = 0) -> None:
         fits = False
     if not fits:
         raise ValueError(f"{op}: argument '{argument}' is {size!r}, wanted an integer of at least {least}.")
+
+
+def check_integer(op: str, argument: str, value: object) -> None:
+    """Raises unless `value` is an integer (numpy's too)."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise ValueError(f"{op}: argument '{argument}' is {value!r:.100}, wanted an integer.") from None
+
+
+def check_number(op: str, argument: str, value: object) -> None:
+    """Raises unless `value` is a finite number (numpy's too)."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{op}: argument '{argument}' is {value!r:.100}, wanted a finite number.")
 
 
 def check_function(op: str, argument: str, value: object) -> None:

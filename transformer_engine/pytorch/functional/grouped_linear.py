@@ -10,15 +10,16 @@ from transformer_engine.pytorch._internal.compiling import refuse
 from transformer_engine.pytorch.functional.linear import TracedGradAccumulator, _spec, _traced
 
 
-def grouped_offsets(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def grouped_offsets(splits: torch.Tensor, x: torch.Tensor, *, count: bool = True) -> torch.Tensor:
     """The start of each group's rows of x: int32 [groups + 1], computed on the device without a sync.
 
     splits: int32 or int64 [groups] on x's device. A negative one counts as 0, and rows that x does not have are cut;
-    te.verdict.split_verdict() counts both. Errors: ValueError for another dtype, shape or device.
+    te.verdict.split_verdict() counts both; not with count=False, for splits that an earlier call has counted. Errors:
+    ValueError for another dtype, shape or device.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.te.grouped_offsets(splits, x)
-    return _C.grouped_offsets(splits, x)
+        return torch.ops.te.grouped_offsets(splits, x, count)
+    return _C.grouped_offsets(splits, x, count)
 
 
 def grouped_linear(

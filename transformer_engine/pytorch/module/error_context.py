@@ -12,10 +12,12 @@ _NAMES = {
     "LayerNorm": {"gamma": "weight", "beta": "bias", "x": "inp"},
     "RMSNorm": {"gamma": "weight", "x": "inp"},
     "LayerNormMLP": _NORM,
+    "GroupedMLP": {"x": "inp", "scale": "row_scale", "row_scale": "row_scale"},
 }
 _OTHERS = {**_NORM, "x": "inp", "weight": "weight", "bias": "bias"}
 _TOKENS = ", the first of them tokens, with sequence_parallel."  # such an error is about the module's input
-_SENTENCE = re.compile(r"(?:linear|grouped_linear|normalization|activation|quantize|gemm\w*): argument '(\w+)' ")
+_OPS = r"linear|grouped_linear|grouped_mlp|normalization|activation|scaled_activation|quantize|gemm\w*"
+_SENTENCE = re.compile(rf"(?:{_OPS}): argument '(\w+)' ")
 
 
 def raise_for_module(

@@ -11,6 +11,7 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.compiling import differs
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.verdict import count_splits
 
 
@@ -32,7 +33,9 @@ class Splits:
 
 
 def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Splits:
-    """Checks the argument `m_splits`. Errors: ValueError if it does not fit."""
+    """Checks the argument `m_splits`; a recomputation does not count bad splits again.
+
+    Errors: ValueError if it does not fit."""
     if not isinstance(m_splits, torch.Tensor):
         return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
     integers = m_splits.dtype in (torch.int32, torch.int64) and m_splits.layout is torch.strided
@@ -44,7 +47,7 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
     if m_splits.device == inp.device:
         if inp.is_cuda and not torch.compiler.is_compiling():
             count_splits(op, inp.device)
-        return Splits(offsets=functional.grouped_offsets(m_splits, inp))
+        return Splits(offsets=functional.grouped_offsets(m_splits, inp, count=not recompute_phase().recomputing))
     if m_splits.device.type != "cpu":
         raise ValueError(
             f"{op}: argument 'm_splits' is on {m_splits.device}, wanted {inp.device}, inp's, or the CPU; move it."

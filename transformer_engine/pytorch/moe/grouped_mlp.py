@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.composite import Composite
+from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.group_splits import Splits, splits_of
 from transformer_engine.pytorch.module.grouped_linear import GroupedCall, GroupedLinear
 from transformer_engine.pytorch.module.layernorm_mlp import activation_parameters
@@ -54,6 +55,9 @@ class GroupedMLP(Composite):
         op = type(self).__name__
         self._activation_values = activation_parameters(op, activation, activation_params)
         check_choice(op, "save_preactivation", save_preactivation, (None, "fp8"))
+        check_size(op, "num_gemms", num_gemms, 1)
+        check_size(op, "hidden_size", hidden_size)
+        check_size(op, "ffn_hidden_size", ffn_hidden_size)
         self.num_gemms, self.hidden_size, self.ffn_hidden_size = num_gemms, hidden_size, ffn_hidden_size
         self.activation, self.activation_params = activation, activation_params
         self.save_preactivation = save_preactivation
@@ -84,11 +88,17 @@ class GroupedMLP(Composite):
         check_tensor(op, "inp", inp)
         if inp.dim() != 2:
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [rows, {self.hidden_size}].")
-        if not self._is_fused():
-            return self._composed(inp, m_splits, row_scale, is_first_microbatch)
+        if row_scale is not None:
+            check_tensor(op, "row_scale", row_scale)
         splits = splits_of(op, m_splits, inp, self.num_gemms)
+        if not self._is_fused():
+            return self._composed(inp, splits, row_scale, is_first_microbatch)
         calls = [part.call_of(inp, splits, is_first_microbatch) for part in (self.fc1, self.fc2)]
-        out = self._product(inp, splits, row_scale, *calls)
+        try:
+            out = self._product(inp, splits, row_scale, *calls)
+        except ValueError as error:
+            raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", calls[0].weights[0])
+            raise
         for part, call in zip((self.fc1, self.fc2), calls, strict=True):
             if call.quantizations:
                 part.runtime.quantization.follow(out)
@@ -118,17 +128,14 @@ class GroupedMLP(Composite):
         )
 
     def _composed(
-        self,
-        inp: torch.Tensor,
-        m_splits: list[int] | torch.Tensor,
-        row_scale: torch.Tensor | None,
-        is_first_microbatch: bool | None,
+        self, inp: torch.Tensor, splits: Splits, row_scale: torch.Tensor | None, is_first_microbatch: bool | None
     ) -> torch.Tensor:
         if self.save_preactivation is not None:
             raise NotImplementedError(
                 f"{type(self).__name__}: save_preactivation={self.save_preactivation!r} with parts that have hooks, or "
                 "are of another class, or calibrate, is not available in this version; leave it at None."
             )
+        m_splits = splits.host if splits.offsets is None else splits.offsets.diff()  # cut once, and counted once
         hidden = self.fc1(inp, m_splits, is_first_microbatch)
         if row_scale is None:
             hidden = functional.activation(hidden, self.activation, self._activation_values)

@@ -4,18 +4,36 @@ results. The host never waits for the device."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 
 import torch
 
 from transformer_engine.pytorch import permutation
-from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_number, check_size, check_tensor
+from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
 from transformer_engine.pytorch.moe.topk_router import TopKRouter
 
 ROWS = 128  # a capacity is a multiple of so many
+
+
+def expert_range(op: str, experts: tuple[int, int] | None, num_experts: int) -> tuple[int, int]:
+    """The argument `experts`, (first, last): all by default."""
+    if experts is None:
+        return 0, num_experts
+    try:
+        first, last = map(operator.index, experts)
+    except (TypeError, ValueError):
+        first, last = 0, 0
+    if not 0 <= first < last <= num_experts:
+        raise ValueError(
+            f"{op}: argument 'experts' is {experts!r}, wanted integers (first, last) with 0 <= first < last <= "
+            f"{num_experts}."
+        )
+    return first, last
 
 
 class MoEMLP(Composite):
@@ -77,11 +95,13 @@ class MoEMLP(Composite):
         refuse(op, "experts over ranks", ep_group=ep_group, ep_transport=ep_transport != "auto" and ep_transport)
         refuse(op, "a stash of the layer's own", stash=stash)
         check_size(op, "num_experts", num_experts, 1)
-        first, last = self._range(experts, num_experts)
-        if capacity_factor is not None and not (math.isfinite(capacity_factor) and capacity_factor > 0):
-            raise ValueError(
-                f"{op}: argument 'capacity_factor' is {capacity_factor!r}, wanted a number above 0, or None."
-            )
+        check_size(op, "hidden_size", hidden_size, 1)
+        check_size(op, "ffn_hidden_size", ffn_hidden_size)
+        first, last = expert_range(op, experts, num_experts)
+        if capacity_factor is not None:
+            check_number(op, "capacity_factor", capacity_factor)
+            if capacity_factor <= 0:
+                raise ValueError(f"{op}: argument 'capacity_factor' is {capacity_factor}, wanted a number above 0.")
         self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
         self.first_expert, self.last_expert, self.capacity_factor = first, last, capacity_factor
         self.keep_rows = keep_rows
@@ -126,20 +146,6 @@ class MoEMLP(Composite):
         counts = torch.zeros(num_experts, dtype=torch.int64, device=self.router.weight.device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
-    def _range(self, experts: tuple[int, int] | None, num_experts: int) -> tuple[int, int]:
-        if experts is None:
-            return 0, num_experts
-        try:
-            first, last = (int(end) for end in experts)
-        except (TypeError, ValueError):
-            first, last = 0, 0
-        if not 0 <= first < last <= num_experts:
-            raise ValueError(
-                f"{type(self).__name__}: argument 'experts' is {experts!r}, wanted (first, last) with 0 <= first < "
-                f"last <= {num_experts}."
-            )
-        return first, last
-
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """inp: [..., hidden_size]. is_first_microbatch: as Linear's."""
         op = type(self).__name__
@@ -148,8 +154,8 @@ class MoEMLP(Composite):
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
         tokens = inp.reshape(-1, self.hidden_size)
         routing = self.router(tokens)
-        with torch.no_grad():
-            self.tokens_per_expert.copy_(routing.tokens_per_expert)
+        if not recompute_phase().recomputing:  # whose counts are those of an earlier call
+            self._keep_counts(routing.tokens_per_expert)
         local = slice(self.first_expert, self.last_expert)
         rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
             tokens, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
@@ -157,6 +163,19 @@ class MoEMLP(Composite):
         out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
         y = permutation.moe_unpermute(out, row_id_map, restore_shape=tokens.shape)
         return y.view(inp.shape), routing.aux_loss
+
+    @torch.no_grad()
+    def _keep_counts(self, counts: torch.Tensor) -> None:
+        kept = self.tokens_per_expert
+        if kept.device == counts.device:
+            kept.copy_(counts)
+        elif kept.is_meta:  # the parameters were assigned to a module on meta, which no state dict does for the counts
+            self.tokens_per_expert = counts.clone()
+        else:
+            raise ValueError(
+                f"{type(self).__name__}: buffer 'tokens_per_expert' is on {kept.device}, wanted {counts.device} like "
+                "the router's results; move the module with .to(device)."
+            )
 
     def _rows(self, tokens: int) -> int:
         """Of the experts' input: as many as there can be, or the capacity; without tokens one, which belongs to no

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch import functional, router
-from transformer_engine.pytorch._internal.arguments import check_function, check_size
+from transformer_engine.pytorch._internal.arguments import check_function, check_number, check_size, check_tensor
 from transformer_engine.pytorch.functional.router import MAX_EXPERTS, MAX_TOPK
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, check_choice, default_init
 from transformer_engine.pytorch.module.config import ParameterConfig
@@ -72,6 +73,10 @@ class TopKRouter(TransformerEngineBaseModule):
                 f"{op}: argument 'expert_bias' is True with score_function='softmax', which has no bias; use 'sigmoid' "
                 "or 'sqrtsoftplus'."
             )
+        _check_groups(op, num_experts, topk, num_groups, group_topk)
+        check_number(op, "aux_loss_coeff", aux_loss_coeff)
+        if scaling_factor is not None:
+            check_number(op, "scaling_factor", scaling_factor)
         self._setup(
             ParameterConfig(
                 name=name,
@@ -92,6 +97,7 @@ class TopKRouter(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor) -> Routing:
         """inp: [tokens, hidden_size]."""
+        check_tensor(type(self).__name__, "inp", inp)
         if inp.dim() != 2 or inp.shape[1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: argument 'inp' has shape {list(inp.shape)}, wanted [tokens, "
@@ -131,13 +137,22 @@ class TopKRouter(TransformerEngineBaseModule):
         op = type(self).__name__
         if self.expert_bias is None:
             raise ValueError(f"{op}: update_expert_bias() needs a bias; build the module with expert_bias=True.")
+        check_tensor(op, "tokens_per_expert", tokens_per_expert)
+        check_number(op, "rate", rate)
         if tuple(tokens_per_expert.shape) != (self.num_experts,):
             raise ValueError(
                 f"{op}: argument 'tokens_per_expert' has shape {list(tokens_per_expert.shape)}, wanted "
                 f"[{self.num_experts}]."
             )
-        tokens = tokens_per_expert.to(torch.float32)
-        self.expert_bias.add_((tokens.mean() - tokens).sign(), alpha=rate)
+        if tokens_per_expert.device != self.expert_bias.device:
+            raise ValueError(
+                f"{op}: argument 'tokens_per_expert' is on {tokens_per_expert.device}, wanted "
+                f"{self.expert_bias.device} like the bias; move it with .to(device)."
+            )
+        # Exact, as a rounded mean would move the bias of an expert that has the mean.
+        tokens = tokens_per_expert.to(torch.float64 if tokens_per_expert.is_floating_point() else torch.int64)
+        below = (tokens.sum() - tokens * self.num_experts).sign()
+        self.expert_bias.add_(below.to(self.expert_bias.dtype), alpha=rate)
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -156,6 +171,26 @@ class TopKRouter(TransformerEngineBaseModule):
         return f"num_experts={self.num_experts}, topk={self.topk}, score_function={self.score_function}"
 
 
+def _check_groups(op: str, experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> None:
+    """The same limits as the function's, at construction."""
+    if num_groups is not None:
+        check_size(op, "num_groups", num_groups, 1)
+        if experts % num_groups:
+            raise ValueError(f"{op}: argument 'num_groups' is {num_groups}, wanted a divisor of the {experts} experts.")
+    if group_topk is None:
+        return
+    check_size(op, "group_topk", group_topk, 1)
+    if num_groups is None:
+        raise ValueError(
+            f"{op}: argument 'num_groups' is None, wanted the number of groups of which group_topk = {group_topk} stay."
+        )
+    if group_topk > num_groups or topk % group_topk or topk // group_topk > experts // num_groups:
+        raise ValueError(
+            f"{op}: argument 'group_topk' is {group_topk}, wanted a divisor of topk = {topk}, at most num_groups = "
+            f"{num_groups}, with at most the {experts // num_groups} experts of a group from each."
+        )
+
+
 class _Logits(torch.autograd.Function):
     """x weight^T in float32 of operands in their own dtype; the gradients are products in float32, rounded once."""
 
@@ -167,6 +202,7 @@ class _Logits(torch.autograd.Function):
         return functional.gemm(weight, x, "TN", out_dtype=torch.float32)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = dweight = None

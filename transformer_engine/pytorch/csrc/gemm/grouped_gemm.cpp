@@ -153,7 +153,7 @@ void dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets,
   if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
 }
 
-Tensor grouped_offsets_meta(const Tensor& splits, const Tensor& x) {
+Tensor grouped_offsets_meta(const Tensor& splits, const Tensor&, bool) {
   return at::empty_symint({splits.sym_size(0) + 1}, splits.options().dtype(at::kInt));
 }
 Tensor grouped_fprop_meta(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
@@ -196,7 +196,7 @@ Tensor split_counters(const at::Device& asked) {
   return counters;
 }
 
-Tensor grouped_offsets(const Tensor& splits, const Tensor& x) {
+Tensor grouped_offsets(const Tensor& splits, const Tensor& x, bool count) {
   const bool wide = splits.scalar_type() == at::kLong;
   TORCH_CHECK_VALUE((wide || splits.scalar_type() == at::kInt) && splits.dim() == 1 && splits.numel() > 0, kOp,
                     ": argument 'm_splits' is ", splits.scalar_type(), " ", splits.sizes(),
@@ -205,10 +205,10 @@ Tensor grouped_offsets(const Tensor& splits, const Tensor& x) {
                     x.device(), ".");
   const int64_t rows = x.dim() < 2 ? 1 : x.size(-1) == 0 ? x.flatten(0, -2).size(0) : x.numel() / x.size(-1);
   const Tensor dense = splits.contiguous(), offsets = at::empty({splits.numel() + 1}, splits.options().dtype(at::kInt));
-  const Tensor counters = split_counters(x.device());
+  void* const counters = count ? split_counters(x.device()).mutable_data_ptr() : nullptr;
   check(te_grouped_offsets(dense.const_data_ptr(), wide ? 1 : 0, int32_t(dense.numel()), rows,
                            x.is_cpu() ? TE_DEVICE_CPU : int32_t(x.get_device()), offsets.mutable_data_ptr<int32_t>(),
-                           static_cast<uint32_t*>(counters.mutable_data_ptr()), current_stream(x)));
+                           static_cast<uint32_t*>(counters), current_stream(x)));
   return offsets;
 }
 
@@ -302,12 +302,12 @@ void grouped_wgrad_accumulate(const Tensor& dy, const Tensor& x, const Tensor& o
 }
 
 TE_OP_REGISTRATION(grouped_gemm, ops) {
-  ops.op("grouped_offsets(Tensor splits, Tensor x) -> Tensor")
+  ops.op("grouped_offsets(Tensor splits, Tensor x, bool count=True) -> Tensor")
       .kernel(grouped_offsets)
       .meta(grouped_offsets_meta)
-      .python([](const Tensor& splits, const Tensor& x) {
-        if (must_dispatch({&splits, &x})) return Dispatched::call<grouped_offsets>("te::grouped_offsets", splits, x);
-        return grouped_offsets(splits, x);
+      .python([](const Tensor& splits, const Tensor& x, bool count) {
+        if (!must_dispatch({&splits, &x})) return grouped_offsets(splits, x, count);
+        return Dispatched::call<grouped_offsets>("te::grouped_offsets", splits, x, count);
       });
   ops.op("grouped_fprop(Tensor x, Tensor[] weights, Tensor[] biases, Tensor offsets) -> Tensor")
       .kernel(grouped_fprop)

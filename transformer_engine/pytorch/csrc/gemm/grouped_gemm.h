@@ -9,8 +9,8 @@
 namespace te_torch {
 
 // int32 [groups + 1]: where each group's rows start. splits: int32 or int64 [groups], on x's device; a negative one
-// counts as 0, and rows that x does not have are cut; both are counted (split_counters).
-Tensor grouped_offsets(const Tensor& splits, const Tensor& x);
+// counts as 0, and rows that x does not have are cut; with `count` both are counted (split_counters).
+Tensor grouped_offsets(const Tensor& splits, const Tensor& x, bool count);
 
 // The same for splits on the host, which add up to fewer than 2^31 rows; on like's device, without a copy.
 Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);

@@ -1,0 +1,95 @@
+# Counts of te.MoEMLP and te.moe.GroupedMLP: tokens of each expert, and rows that were cut. A recomputation, and parts
+# that run one after the other, count nothing twice; parameters that are assigned to a module on meta leave its counts
+# to the first call.
+import pytest
+import torch
+from support import assert_same_bits, randn, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.moe import GroupedMLP, MoEMLP
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
+
+from .cases import FFN, HIDDEN, in_parts
+
+EXPERTS, TOPK, TOKENS = 6, 2, 37
+BF16 = torch.bfloat16
+
+
+def build(device, **options):
+    return MoEMLP(HIDDEN, FFN, EXPERTS, TOPK, params_dtype=BF16, device=device, **options)
+
+
+def draw(device):
+    return randn(TOKENS, HIDDEN, dtype=BF16, device=device)
+
+
+def cut_in(device, run):
+    reset_split_verdict(device)
+    run()
+    found = split_verdict(device)
+    reset_split_verdict(device)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_keeps_the_last_calls_tokens(reentrant, device):
+    """The first microbatch's backward comes after the forward of the second."""
+    ours = build(device)
+    x = draw(device).requires_grad_()
+    first, _ = te.checkpoint(ours, x, use_reentrant=reentrant)
+    te.checkpoint(ours, x[:5], use_reentrant=reentrant)
+    counts = ours.tokens_per_expert.clone()
+    assert counts.sum() == 5 * TOPK
+    first.backward(torch.ones_like(first))
+    assert torch.equal(ours.tokens_per_expert, counts) and ours.experts.fc1.weight0.grad is not None
+
+
+SPLITS, ROWS = [3, -2, 9], 10  # one that counts as 0, and two rows that there are not
+BAD = SplitVerdict(negative=1, cut=2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", [GroupedMLP, te.GroupedLinear])
+def test_a_recomputation_cuts_and_does_not_count(kind, reentrant, device):
+    options = {} if kind is GroupedMLP else {"bias": False}
+    module = kind(3, HIDDEN, FFN, params_dtype=BF16, device=device, **options)
+    x, splits = randn(ROWS, HIDDEN, dtype=BF16, device=device).requires_grad_(), torch.tensor(SPLITS, device=device)
+    results = []
+
+    def step(again):
+        module.zero_grad()
+        y = te.checkpoint(module, x, splits, use_reentrant=reentrant) if again else module(x, splits)
+        y.sum().backward()
+        results.append([y.detach(), *(p.grad for p in module.parameters())])
+
+    assert [cut_in(device, lambda again=again: step(again)) for again in (False, True)] == [BAD, BAD]
+    for once, twice in zip(*results, strict=True):
+        assert_same_bits(twice, once)
+
+
+def test_parts_one_after_the_other_count_once(device):
+    ours = GroupedMLP(3, HIDDEN, FFN, params_dtype=BF16, device=device)
+    x, splits = randn(ROWS, HIDDEN, dtype=BF16, device=device), torch.tensor(SPLITS, device=device)
+    twin = in_parts(ours)
+    assert cut_in(device, lambda: ours(x, splits)) == cut_in(device, lambda: twin(x, splits)) == BAD
+    assert_same_bits(twin(x, splits), ours(x, splits))
+
+
+def test_parameters_assigned_to_a_module_on_meta(device):
+    options = {"expert_bias": True, "score_function": "sigmoid"}
+    whole, meta = build(device, **options), build("meta", **options)
+    meta.load_state_dict(whole.state_dict(), assign=True)
+    assert meta.tokens_per_expert.is_meta
+    x = draw(device)
+    for _ in range(2):
+        assert_same_bits(meta(x)[0], whole(x)[0])
+        assert meta.tokens_per_expert.device == x.device
+        assert torch.equal(meta.tokens_per_expert, whole.tokens_per_expert)
+
+
+@pytest.mark.gpu
+def test_counts_on_another_device():
+    ours = build("cuda")
+    ours.tokens_per_expert = ours.tokens_per_expert.cpu()
+    with refused(ValueError, "MoEMLP", "'tokens_per_expert' is on cpu", "cuda:0", ".to(device)"):
+        ours(draw("cuda"))
