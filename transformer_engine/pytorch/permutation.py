@@ -290,11 +290,10 @@ def moe_unpermute(
 
 
 def _check_restored(op: str, restore_shape: Sequence[int], tokens: int, hidden: int, default: bool) -> None:
-    if tuple(restore_shape) != (tokens, hidden):
+    shape = tuple(restore_shape) if isinstance(restore_shape, Sequence) else restore_shape
+    if shape != (tokens, hidden):
         why = "it is inp's shape by default; pass restore_shape=(T, hidden)" if default else "as the map has it"
-        raise ValueError(
-            f"{op}: argument 'restore_shape' is {tuple(restore_shape)}, wanted ({tokens}, {hidden}): {why}."
-        )
+        raise ValueError(f"{op}: argument 'restore_shape' is {shape!r}, wanted ({tokens}, {hidden}): {why}.")
 
 
 def _mask_map(

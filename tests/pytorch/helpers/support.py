@@ -39,6 +39,13 @@ def layouts(t):
         yield name, target.copy_(t.detach())
 
 
+def negated_view(t):
+    """t's values in a view that PyTorch negates on reading; t is float32 or float64."""
+    view = torch.complex(torch.zeros_like(t), -t).conj().imag
+    assert view.is_neg() and torch.equal(view, t)
+    return view
+
+
 # ---- bounds: float64 tensors of the oracle's shape; add them up ----
 
 

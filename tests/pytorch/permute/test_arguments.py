@@ -88,6 +88,9 @@ def test_maps(case):
         te.moe_unpermute(rows, row_id_map)
     with refused(ValueError, "moe_unpermute", "restore_shape", "(8, 6)"):
         te.moe_unpermute(rows, row_id_map, restore_shape=(8, 6))
+    for wrong in (3, 9.5):
+        with refused(ValueError, "moe_unpermute", "restore_shape", repr(wrong), "(9, 6)"):
+            te.moe_unpermute(rows, row_id_map, restore_shape=wrong)
     for wrong in (row_id_map[:, :-1], row_id_map.view(-1), row_id_map[:, :1]):
         with refused(ValueError, "moe_unpermute", "row_id_map", "2 E + 1"):
             te.moe_unpermute(rows, wrong, restore_shape=inp.shape)

@@ -57,15 +57,32 @@ def test_sorts_chunks(device, chunks, dtype, place):
     assert_same_bits(back, inp)
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.int64, torch.uint8))
+WIDTHS = (torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", (*WIDTHS, torch.float64, *COMPLEX), ids=str)
 def test_any_dtype_of_rows_and_probabilities(device, dtype):
     inp = torch.arange(24, device=device).view(8, 3).to(dtype)
     sizes, order = torch.tensor([2, 6]), torch.tensor([1, 0])
     assert_same_bits(te.moe_sort_chunks_by_index(inp, sizes, order), torch.cat((inp[2:], inp[:2])))
+    narrow = inp.repeat_interleave(2, 1)[:, 1::7]  # one column, with a pitch
+    assert_same_bits(te.moe_sort_chunks_by_index(narrow, sizes, order), torch.cat((narrow[2:], narrow[:2])))
     probs = torch.rand(8, dtype=torch.float64).to(device)
     assert_same_bits(
         te.moe_sort_chunks_by_index_with_probs(inp, probs, sizes, order)[1], torch.cat((probs[2:], probs[:2]))
     )
+
+
+@pytest.mark.parametrize("dtype", COMPLEX[1:], ids=str)
+def test_gradients_of_complex_rows(device, dtype):
+    """The rows are a conjugate view, and so is the incoming gradient."""
+    inp, incoming = (torch.randn(8, 3, dtype=dtype).to(device) for _ in range(2))
+    inp.requires_grad_()
+    out = te.moe_sort_chunks_by_index(inp.conj(), torch.tensor([2, 6]), torch.tensor([1, 0]))
+    (got,) = torch.autograd.grad(out, inp, incoming.conj())
+    assert torch.equal(out, torch.cat((inp[2:], inp[:2])).conj())
+    assert torch.equal(got, torch.cat((incoming[-2:], incoming[:-2])))
 
 
 def row_map_oracle(ids, experts, rows):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_same_bits, refused, saved_tensors
+from support import assert_same_bits, negated_view, refused, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
@@ -41,6 +41,39 @@ def test_opcheck(device):
     check(ops.permute_gather.default, (inp, *maps, randn(9, device=device, requires_grad=True)))
     check(ops.permute_gather.default, (inp, *maps, None))
     check(ops.permute_gather_fwd.default, (plain[0], maps[0]))
+
+
+def views_of(t):
+    """t's values in views that the engine cannot read as they are; of its first row too, with strides of 0."""
+    yield t, negated_view(t)
+    first = t[:1].expand_as(t)
+    yield first.contiguous(), first
+
+
+def test_gradients_that_are_views(device):
+    """Negated ones, and those with strides of 0, give the bits of contiguous ones; so do the inputs."""
+    mask = mask_of(9, 5, 2, device)
+    sizes, order = mask.sum(0), torch.arange(4, -1, -1, device=device)
+
+    def steps(inp, probs, grads):
+        inp, probs = (t.detach().requires_grad_() for t in (inp, probs))
+        rows, row_probs, back = te.moe_permute_with_probs(inp, probs, mask, 18)
+        moved = te.moe_sort_chunks_by_index_with_probs(inp, inp[:, 0], sizes.new_tensor([2, 7]), order[-2:])
+        sums = te.moe_unpermute(rows.detach().requires_grad_(), back, probs, restore_shape=inp.shape)
+        outs = rows, row_probs, *moved, sums
+        return [*outs, *torch.autograd.grad(outs, (inp, probs), grads)]
+
+    inp, probs = randn(9, 6, device=device), probs_of(mask)
+    shapes = (18, 6), (18,), (9, 6), (9,), (9, 6)
+    plain = [randn(*shape, device=device) for shape in shapes]
+    for i in range(2):
+        pairs = [list(views_of(t))[i] for t in plain]
+        want = steps(inp, probs, [pair[0] for pair in pairs])
+        for got, exact in zip(steps(inp, probs, [pair[1] for pair in pairs]), want, strict=True):
+            assert_same_bits(got, exact)
+    want = steps(inp, probs, plain)
+    for got, exact in zip(steps(negated_view(inp), negated_view(probs), plain), want, strict=True):
+        assert_same_bits(got, exact)
 
 
 def layer(inp, probs, mask, ids, weights):

@@ -30,7 +30,7 @@ void check_scale(const Tensor& x, const Tensor& scale, const OptionalTensor& liv
 }
 
 // [1, rows], contiguous.
-Tensor row_of(const Tensor& t) { return t.contiguous().view({1, t.numel()}); }
+Tensor row_of(const Tensor& t) { return t.resolve_neg().contiguous().view({1, t.numel()}); }
 
 Tensor fwd_meta(const Tensor& x, const Tensor& scale, const OptionalTensor& live, std::string_view kind,
                 at::ArrayRef<double>) {

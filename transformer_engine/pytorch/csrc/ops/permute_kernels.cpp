@@ -2,6 +2,7 @@
 #include "ops/permute.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/csrc/Exceptions.h>
 #include <transformer_engine/permute.h>
 
@@ -98,10 +99,26 @@ void check_mask(const Tensor& mask) {
 
 // ---- tensors for the C API ----
 
-// float64 as its bits, bool as bytes: elements that are only copied.
+// Of probabilities and masks, which kernels compare with 0: float64 as its bits, bool as bytes.
 Tensor bits_of(const Tensor& t) {
   if (t.scalar_type() == at::kDouble) return t.view(at::kLong);
   return t.scalar_type() == at::kBool ? t.view(at::kByte) : t;
+}
+
+// Elements of any dtype that are only copied, as those of a dtype of the engine; of 16 bytes (complex128) as two.
+Tensor copied_bits_of(const Tensor& t) {
+  switch (t.element_size()) {
+    case 1:
+      return t.view(at::kByte);
+    case 2:
+      return t.view(at::kHalf);
+    case 4:
+      return t.view(at::kInt);
+    case 8:
+      return t.view(at::kLong);
+    default:
+      return at::view_as_real(t).flatten(-2).view(at::kLong);
+  }
 }
 
 OptionalTensor dense(const OptionalTensor& t) {
@@ -262,7 +279,8 @@ Tensor permute_probs_bwd(const Tensor& grad, const Tensor& map, const OptionalTe
   check_dim(grad, kPermute, "grad", 1, "[rows]");
   check_map(kPermute, grad, map, true, std::nullopt, pad_offsets);
   const EngineMap engine_map(map, true, pad_offsets);
-  const Tensor rows = bits_of(grad.contiguous()), out = at::empty({map.size(0), (map.size(1) - 1) / 2}, grad.options());
+  const Tensor rows = bits_of(grad.resolve_neg().contiguous()),
+               out = at::empty({map.size(0), (map.size(1) - 1) / 2}, grad.options());
   const te_permute_map view = engine_map.view(kPermute);
   check(te_permute_probs_backward(&view, view_2d(rows, kPermute, "grad"), view_2d(bits_of(out), kPermute, "dprobs"),
                                   current_stream(grad)));
@@ -331,11 +349,12 @@ Tensor permute_gather_fwd(const Tensor& inp, const Tensor& source) {
   check_gather(inp, source);
   constexpr const char* kOp = "permute_gather";
   const bool vector = inp.dim() == 1;
-  const Tensor rows = bits_of(rows_of(vector ? inp.unsqueeze(1) : inp)), from = source.contiguous();
+  const Tensor values = inp.resolve_conj(), from = source.contiguous();
+  const Tensor rows = copied_bits_of(rows_of(vector ? values.unsqueeze(1) : values));
   const Tensor out =
       vector ? at::empty({source.size(0)}, inp.options()) : at::empty({source.size(0), inp.size(1)}, inp.options());
   check(te_permute_gather(view_2d(rows, kOp, "inp"), view_2d(from, kOp, "source"),
-                          view_2d(bits_of(vector ? out.unsqueeze(1) : out), kOp, "out"), current_stream(inp)));
+                          view_2d(copied_bits_of(vector ? out.unsqueeze(1) : out), kOp, "out"), current_stream(inp)));
   return out;
 }
 
