@@ -5,6 +5,7 @@ from enum import Enum
 import torch
 
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch._internal.arguments import check_integer, check_number, check_tensor
 
 _INDEX_DTYPES = (torch.int16, torch.int32, torch.int64)
 
@@ -30,6 +31,30 @@ def _map_format(op: str, given: RoutingMapFormat) -> str:
             "RoutingMapFormat.BITMAP_U8."
         )
     return _MAP_FORMATS[given]
+
+
+def _check_kinds(
+    op: str, tensors: dict[str, object], integers: dict[str, object], numbers: dict[str, object], score: object = ""
+) -> None:
+    """The types of arguments. A tracer has checks of its own."""
+    if torch.compiler.is_compiling():
+        return
+    for check, group in ((check_tensor, tensors), (check_integer, integers), (check_number, numbers)):
+        for name, value in group.items():
+            check(op, name, value)
+    if not isinstance(score, str):
+        raise ValueError(
+            f"{op}: argument 'score_function' is {score!r:.100}, wanted 'softmax', 'sigmoid' or 'sqrtsoftplus'."
+        )
+
+
+def _given(**arguments: object) -> dict[str, object]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _renamed(error: ValueError, inner: str, op: str) -> ValueError:
+    """The error of an inner op under the name of the function that was called."""
+    return ValueError(str(error).replace(f"{inner}:", f"{op}:", 1))
 
 
 def _check_indices(op: str, indices: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -74,6 +99,13 @@ def fused_topk_with_score_function(
     ):
         if given is not None:
             raise NotImplementedError(f"{op}: argument '{name}' is not available in this version; pass None.")
+    _check_kinds(
+        op,
+        {"logits": logits} | _given(expert_bias=expert_bias, topk_indices=topk_indices),
+        {"topk": topk} | _given(num_groups=num_groups, group_topk=group_topk),
+        _given(scaling_factor=scaling_factor),
+        score_function,
+    )
     map_format = _map_format(op, routing_map_format)
     if topk_indices is not None:
         if routing_map_format is not RoutingMapFormat.BYTEMAP:
@@ -87,17 +119,20 @@ def fused_topk_with_score_function(
             f"{op}: argument 'num_groups' is None, wanted the number of groups of which group_topk = {group_topk} stay."
         )
     grouped = group_topk is not None
-    probs, routing_map, chosen = functional.router_topk(
-        logits,
-        topk,
-        pre_softmax=bool(use_pre_softmax),
-        num_groups=num_groups if grouped else 0,
-        group_topk=group_topk if grouped else 0,
-        scaling_factor=1.0 if scaling_factor is None else scaling_factor,
-        score_function=score_function,
-        expert_bias=expert_bias,
-        map_format=map_format,
-    )
+    try:
+        probs, routing_map, chosen = functional.router_topk(
+            logits,
+            topk,
+            pre_softmax=bool(use_pre_softmax),
+            num_groups=num_groups if grouped else 0,
+            group_topk=group_topk if grouped else 0,
+            scaling_factor=1.0 if scaling_factor is None else scaling_factor,
+            score_function=score_function,
+            expert_bias=expert_bias,
+            map_format=map_format,
+        )
+    except ValueError as error:
+        raise _renamed(error, "router_topk", op) from None
     if topk_indices is None:
         return probs, routing_map
     _check_indices(op, topk_indices, chosen)
@@ -112,8 +147,13 @@ def fused_compute_score_for_moe_aux_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The routing map of the topk largest scores, and the scores: float32, softmax of the logits, or sigmoid or
     sqrtsoftplus over their sum. The map's formats are those of `fused_topk_with_score_function`."""
-    map_format = _map_format("fused_compute_score_for_moe_aux_loss", routing_map_format)
-    scores, routing_map = functional.router_scores(logits, topk, score_function=score_function, map_format=map_format)
+    op = "fused_compute_score_for_moe_aux_loss"
+    _check_kinds(op, {"logits": logits}, {"topk": topk}, {}, score_function)
+    options = {"score_function": score_function, "map_format": _map_format(op, routing_map_format)}
+    try:
+        scores, routing_map = functional.router_scores(logits, topk, **options)
+    except ValueError as error:
+        raise _renamed(error, "router_scores", op) from None
     return routing_map, scores
 
 
@@ -128,6 +168,13 @@ def fused_moe_aux_loss(
     """The load-balancing loss: sum over experts of tokens_per_expert times the sum of their probs over tokens, times
     num_experts * coeff / (topk * total_num_tokens^2), in probs' dtype; 0 if there are no tokens. total_num_tokens: an
     int, or one int64 on probs' device, which is read there."""
-    return functional.router_aux_loss(
-        probs, tokens_per_expert, total_num_tokens, num_experts=num_experts, topk=topk, coeff=coeff
-    )
+    op = "fused_moe_aux_loss"
+    total = {} if isinstance(total_num_tokens, torch.Tensor) else {"total_num_tokens": total_num_tokens}
+    tensors = {"probs": probs, "tokens_per_expert": tokens_per_expert}
+    _check_kinds(op, tensors, {"num_experts": num_experts, "topk": topk, **total}, {"coeff": coeff})
+    try:
+        return functional.router_aux_loss(
+            probs, tokens_per_expert, total_num_tokens, num_experts=num_experts, topk=topk, coeff=coeff
+        )
+    except ValueError as error:
+        raise _renamed(error, "router_aux_loss", op) from None

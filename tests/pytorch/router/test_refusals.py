@@ -23,6 +23,9 @@ GOOD = {
     "expert_bias": None,
 }
 
+LOSS = {"probs": torch.zeros(3, 12), "tokens_per_expert": torch.zeros(12), "total_num_tokens": 3}
+LOSS |= {"num_experts": 12, "topk": 4, "coeff": 0.1}
+
 # arguments -> the argument that is named, and the wanted value
 BAD_CHOICES = (
     ({"topk": 0}, "'topk' is 0", "1 to 12"),
@@ -75,22 +78,24 @@ def test_bad_choices(device, given, named, wanted):
 )
 def test_bad_logits(device, logits, named):
     logits = logits.to(device)
-    with refused(ValueError, "router_topk: argument 'logits'", named):
+    with refused(ValueError, "fused_topk_with_score_function: argument 'logits'", named):
         fused_topk_with_score_function(logits, **GOOD)
-    with refused(ValueError, "router_scores: argument 'logits'", named):
+    with refused(ValueError, "fused_compute_score_for_moe_aux_loss: argument 'logits'", named):
         fused_compute_score_for_moe_aux_loss(logits, 4, "softmax")
 
 
 def test_more_than_32_experts_a_token(device):
-    with refused(ValueError, "router_topk: argument 'topk' is 33", "1 to 32"):
+    with refused(ValueError, "fused_topk_with_score_function: argument 'topk' is 33", "1 to 32"):
         fused_topk_with_score_function(torch.zeros(3, 64, device=device), **GOOD | {"topk": 33})
-    with refused(ValueError, "router_scores: argument 'topk' is 33", "1 to 32"):
+    with refused(ValueError, "fused_compute_score_for_moe_aux_loss: argument 'topk' is 33", "1 to 32"):
         fused_compute_score_for_moe_aux_loss(torch.zeros(3, 64, device=device), 33, "softmax")
 
 
 def test_bad_scores(device):
     logits = torch.zeros(3, 12, device=device)
-    with refused(ValueError, "router_scores: argument 'score_function' is 'relu'", "sqrtsoftplus"):
+    with refused(
+        ValueError, "fused_compute_score_for_moe_aux_loss: argument 'score_function' is 'relu'", "sqrtsoftplus"
+    ):
         fused_compute_score_for_moe_aux_loss(logits, 4, "relu")
     with refused(ValueError, "fused_compute_score_for_moe_aux_loss: argument 'routing_map_format' is 1"):
         fused_compute_score_for_moe_aux_loss(logits, 4, "softmax", 1)
@@ -125,12 +130,55 @@ BAD_LOSSES = (
 
 @pytest.mark.parametrize("given, named, wanted", BAD_LOSSES, ids=[named for _, named, _ in BAD_LOSSES])
 def test_bad_losses(device, given, named, wanted):
-    good = {"probs": torch.zeros(3, 12), "tokens_per_expert": torch.zeros(12), "total_num_tokens": 3}
-    good |= {"num_experts": 12, "topk": 4, "coeff": 0.1}
-    given = good | given
+    given = LOSS | given
     given = {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in given.items()}
-    with refused(ValueError, "router_aux_loss: argument", named, wanted):
+    with refused(ValueError, "fused_moe_aux_loss: argument", named, wanted):
         fused_moe_aux_loss(**given)
+
+
+SCORE = {"topk": 4, "score_function": "softmax"}
+FUNCTIONS = {  # with good arguments, and values of a wrong type for each of them
+    fused_topk_with_score_function: (
+        {"logits": torch.zeros(3, 12)} | GOOD,
+        {
+            "logits": [[0.0]],
+            "topk": "2",
+            "num_groups": 2.0,
+            "group_topk": "1",
+            "scaling_factor": "1",
+            "score_function": 3,
+            "expert_bias": [0.0],
+            "topk_indices": [1],
+        },
+    ),
+    fused_compute_score_for_moe_aux_loss: (
+        {"logits": torch.zeros(3, 12)} | SCORE,
+        {"logits": None, "topk": None, "score_function": None},
+    ),
+    fused_moe_aux_loss: (
+        LOSS,
+        {
+            "probs": [0.0],
+            "tokens_per_expert": [1],
+            "total_num_tokens": 3.5,
+            "num_experts": "12",
+            "topk": None,
+            "coeff": "0.1",
+        },
+    ),
+}
+WRONG = [(function, name) for function, (_, wrong) in FUNCTIONS.items() for name in wrong]
+
+
+@pytest.mark.parametrize("function, name", WRONG, ids=[f"{f.__name__}-{name}" for f, name in WRONG])
+def test_types(device, function, name):
+    """A named error of one line: no list of the extension's signatures."""
+    good, wrong = FUNCTIONS[function]
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in good.items()} | {name: wrong[name]}
+    with pytest.raises((TypeError, ValueError)) as error:
+        function(**given)
+    text = str(error.value)
+    assert text.startswith(f"{function.__name__}: argument '{name}' is ") and "wanted" in text and "\n" not in text
 
 
 def test_bad_operands_of_the_backward_ops(device):
