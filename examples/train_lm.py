@@ -6,6 +6,7 @@ plain PyTorch. One command, with or without a GPU; it stops cleanly on Ctrl-C an
     python examples/train_lm.py --preset h200         # 1.0B parameters in bf16 on one H200
     python examples/train_lm.py --resume --steps 400  # continue from runs/toy/checkpoint.safetensors
     python examples/train_lm.py --fp8 current         # FP8 products, beside the same model in bf16
+    python examples/train_lm.py --moe 8,2             # 8 experts in each layer, 2 a token, beside the dense model
     python examples/train_lm.py --optimizer torch     # torch's AdamW instead of FusedAdam
     torchrun --nproc-per-node=2 examples/train_lm.py --tp 2 --sequence-parallel   # one model over two processes
     torchrun --nproc-per-node=2 examples/train_lm.py --data-parallel --sharded --overlap   # two replicas of it
@@ -20,7 +21,10 @@ windows. --sharded divides the optimizer's states over them, --overlap runs thei
 with --reproducible N replicas give the bits of one with --accumulate N. The checkpoint is a folder, which
 torch.distributed.checkpoint writes: a run can --resume with another number of replicas, and the same --tp.
 
-Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss and memory as .svg and .png.
+With --moe E,k each MLP is a te.MoEMLP of E experts, k of which a token has. An expert has 1/k of the MLP's hidden
+units, so a token has the work of the dense model, its twin; with --fp8 too the twin is the same mixture without it.
+
+Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss, memory and the experts' load as .svg and .png.
 """
 
 import argparse
@@ -40,7 +44,7 @@ try:
 
     from lm import checkpoint, data, data_parallel, parallel, report
     from lm.config import DTYPES, FP8, PRESETS, VOCAB, Config, ExampleError
-    from lm.model import FusedLM, plain_twin, unquantized_twin
+    from lm.model import FusedLM, dense_twin, plain_twin, unquantized_twin
     from lm.optimizer import OPTIMIZERS
     from lm.train import Trainer, set_determinism
 except ModuleNotFoundError as error:
@@ -80,6 +84,13 @@ def positive(text: str) -> int:
     return value
 
 
+def experts_and_topk(text: str) -> tuple[int, int]:
+    experts, topk = map(positive, text.split(","))
+    if topk > experts:
+        raise argparse.ArgumentTypeError(f"{topk} of {experts} experts are too many for a token")
+    return experts, topk
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="toy", help="model and schedule (default: toy)")
@@ -87,6 +98,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; bf16 keeps fp32 master weights")
     parser.add_argument("--fp8", choices=FP8, help="recipe of the layers' products; the twin is the model without it")
+    parser.add_argument(
+        "--moe", type=experts_and_topk, metavar="E,K", default=(0, 0), help="E experts in a layer, K of them a token"
+    )
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="fused", help="FusedAdam, or torch's AdamW, which a plain twin has"
     )
@@ -168,6 +182,18 @@ def check_data_parallel(args: argparse.Namespace) -> None:
         raise ExampleError("--data-parallel: not with --compile or --optimizer torch in this example")
 
 
+def check_experts(args: argparse.Namespace, preset: Config) -> None:
+    experts, topk = args.moe
+    if not experts:
+        return
+    if preset.ffn_hidden % topk:
+        raise ExampleError(f"--moe {experts},{topk}: wanted a divisor of the preset's {preset.ffn_hidden} SwiGLU units")
+    if args.tp > 1 or args.data_parallel or args.compile:
+        raise ExampleError("--moe: not with --tp, --data-parallel or --compile in this example")
+    if args.dtype == "fp32" and args.device != "cpu" and torch.cuda.is_available():
+        raise ExampleError("--moe: the experts multiply in 16 bits on a GPU: leave --dtype at bf16")
+
+
 def configure(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
     if preset.batch % args.accumulate:
@@ -176,6 +202,7 @@ def configure(args: argparse.Namespace) -> Config:
         )
     check_tensor_parallel(args, preset)
     check_data_parallel(args)
+    check_experts(args, preset)
     if args.fp8 == "delayed" and args.compile:
         raise ExampleError("--compile: torch.compile cannot follow --fp8 delayed: use --fp8 current or --fp8 block")
     if not 0 <= args.offload_layers < preset.layers or (args.offload_layers and args.compile):
@@ -186,9 +213,11 @@ def configure(args: argparse.Namespace) -> Config:
     return replace(
         preset,
         steps=args.steps or preset.steps,
-        dtype=args.dtype or ("bf16" if args.fp8 else preset.dtype),
+        dtype=args.dtype or ("bf16" if args.fp8 or args.moe[0] else preset.dtype),
         optimizer=args.optimizer,
         fp8=args.fp8,
+        experts=args.moe[0],
+        topk=args.moe[1],
         accumulate=args.accumulate,
         tied=args.tie_embeddings,
         offload_layers=args.offload_layers,
@@ -220,8 +249,8 @@ class Run:
         torch.manual_seed(config.seed)
         fused = FusedLM(config, device, ranks)
         # The twin starts from the same first weights; after a resume it repeats the steps that the checkpoint holds.
-        make_twin = unquantized_twin if config.fp8 else plain_twin
-        twins = config if config.fp8 else replace(config, optimizer="torch")
+        make_twin = unquantized_twin if config.fp8 else dense_twin if config.experts else plain_twin
+        twins = config if config.twin_is_fused else replace(config, optimizer="torch")
         self.twin = Trainer(make_twin(fused, config, device), twins, device, compiled) if twin else None
         self.trainer = Trainer(fused, config, device, compiled)
         if found:
@@ -277,7 +306,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: parallel.Ranks) -> int:
-    name = args.name or (f"{args.preset}-fp8-{args.fp8}" if args.fp8 else args.preset)
+    moe, fp8 = f"-moe-{config.experts}-{config.topk}" if config.experts else "", f"-fp8-{args.fp8}" if args.fp8 else ""
+    name = args.name or f"{args.preset}{moe}{fp8}"
     folder = args.out / name
     files = args.data or data.stdlib_files()
     text = data.read_text(files)
@@ -312,7 +342,8 @@ def go(args: argparse.Namespace, config: Config, device: torch.device, ranks: pa
     run.log.plots()
     if run.failed:
         raise run.failed
-    print(f"wrote {folder}/metrics.csv, {run.path.name}, loss and memory as .svg and .png")
+    plots = "loss, memory and load" if config.experts else "loss and memory"
+    print(f"wrote {folder}/metrics.csv, {run.path.name}, {plots} as .svg and .png")
     return 0
 
 

@@ -15,7 +15,7 @@ from .config import ExampleError
 from .parallel import ALONE, Ranks, parameter_of
 
 FORMAT = "transformer_engine/examples/train_lm/1"
-UNSAID = {"accumulate": 1, "tied": False}  # defaults for checkpoints that lack these fields
+UNSAID = {"accumulate": 1, "tied": False, "experts": 0, "topk": 0}  # defaults for checkpoints that lack these fields
 
 
 class SaveError(ExampleError):
@@ -50,6 +50,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor], state: dict) -> None:
 
 
 def check_identity(path: Path, saved: Mapping, identity: Mapping) -> None:
+    saved = UNSAID | saved
     differs = [key for key in identity if saved.get(key) != identity[key]]
     if differs:
         what = ", ".join(f"{key} {saved.get(key)!r} there, {identity[key]!r} here" for key in differs)
@@ -80,7 +81,7 @@ class Checkpoint:
 
     def check(self, identity: dict) -> None:
         """Refuse to continue with a model, text or seed other than that of the run."""
-        check_identity(self.path, UNSAID | self.state["identity"], identity)
+        check_identity(self.path, self.state["identity"], identity)
 
     def restore(
         self,

@@ -33,6 +33,8 @@ class Config:
     eps: float = 1e-5
     optimizer: str = "fused"  # Transformer Engine's AdamW, or torch's
     fp8: str | None = None  # the recipe of the layers' products
+    experts: int = 0  # in the place of each MLP; 0: none
+    topk: int = 0  # how many of them a token has
     accumulate: int = 1  # microbatches of a step, whose gradients are added up
     tied: bool = False  # head and embedding share one weight
     offload_layers: int = 0  # layers whose saved tensors leave for the CPU: changes no bit
@@ -55,9 +57,26 @@ class Config:
         return self.batch * self.seq
 
     @property
+    def expert_hidden(self) -> int:
+        """Hidden units of an expert: a token's experts have as many as the MLP of the dense model."""
+        return self.ffn_hidden // self.topk
+
+    @property
+    def twin_is_fused(self) -> bool:
+        """The twin is of the library's modules too: without FP8, or without experts."""
+        return bool(self.fp8 or self.experts)
+
+    @property
     def parameters(self) -> int:
+        return self.parameters_with(self.experts)
+
+    def parameters_with(self, experts: int) -> int:
+        """With that many experts in a layer; with topk, the parameters that a token uses."""
         attention = 2 * self.hidden * (self.hidden + self.kv_groups * self.head_dim)
-        layer = attention + 3 * self.hidden * self.ffn_hidden + 2 * self.hidden
+        mlp = 3 * self.hidden * self.ffn_hidden
+        if self.experts:
+            mlp = 3 * self.hidden * self.expert_hidden * experts + self.hidden * self.experts
+        layer = attention + mlp + 2 * self.hidden
         return self.layers * layer + (1 if self.tied else 2) * VOCAB * self.hidden + self.hidden
 
     def identity(self) -> dict:

@@ -18,6 +18,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from .config import DTYPES, VOCAB, Config
+from .moe import Mixtures, NormedMoE
 from .parallel import ALONE, Ranks, memory_of_modes
 
 ROPE_BASE = 10000.0
@@ -64,6 +65,8 @@ class FusedLM(nn.Module):
             )
             for number in range(1, config.layers + 1)
         )
+        for layer in self.layers if config.experts else ():
+            layer.layernorm_mlp = NormedMoE(config, init, output_init, device)
         self.norm = te.RMSNorm(
             config.hidden,
             eps=config.eps,
@@ -84,6 +87,7 @@ class FusedLM(nn.Module):
             self.embedding.weight = self.head.weight
         angles = te.RotaryPositionEmbedding(config.head_dim, rotary_base=ROPE_BASE)(config.seq)
         self.register_buffer("angles", angles.to(device), persistent=False)
+        self.mixtures = Mixtures(self.layers) if config.experts else None
         self.recipe = RECIPES[config.fp8]() if config.fp8 else None
         self.offload = te.get_cpu_offload_context(config.offload_layers > 0, config.offload_layers, config.layers)
 
@@ -138,6 +142,15 @@ def unquantized_twin(fused: FusedLM, config: Config, device: torch.device) -> Fu
     """The same model with the same first weights, its products in config.dtype."""
     twin = FusedLM(replace(config, fp8=None, offload_layers=0), device)
     twin.load_state_dict(fused.state_dict())
+    return twin
+
+
+def dense_twin(fused: FusedLM, config: Config, device: torch.device) -> FusedLM:
+    """The model with an MLP in the place of the experts. A token has the same work in both; attention, embedding and
+    head start from the same weights."""
+    twin = FusedLM(replace(config, experts=0, topk=0, offload_layers=0), device)
+    shared = {name: value for name, value in fused.state_dict().items() if ".layernorm_mlp." not in name}
+    twin.load_state_dict(shared, strict=False)
     return twin
 
 

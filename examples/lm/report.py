@@ -22,7 +22,19 @@ COLUMNS = (
     *("grad_norm", "plain_grad_norm"),
 )
 LATER = COLUMNS[-2:]  # not in the files of earlier versions
+
+
+def columns(config: Config) -> tuple[str, ...]:
+    """Of metrics.csv; with experts also their loss and the share of the tokens that each expert has."""
+    return COLUMNS + (("aux_loss", *share_columns(config)) if config.experts else ())
+
+
+def share_columns(config: Config) -> list[str]:
+    return [f"expert{i}_share" for i in range(config.experts)]
+
+
 LAST = 20  # steps whose mean loss is compared
+MOST_NAMED = 16  # curves in a legend
 
 
 def series(config: Config) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
@@ -30,6 +42,8 @@ def series(config: Config) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
     ours, twin = ("transformer_engine", "plain PyTorch")
     if config.fp8:
         ours, twin = f"FP8, {config.fp8} scaling", f"the same in {config.dtype}"
+    elif config.experts:
+        ours, twin = f"{config.experts} experts, {config.topk} a token", "the dense twin"
     return ("", ours, "tab:blue"), ("plain_", twin, "tab:orange")
 
 
@@ -50,6 +64,9 @@ def header(name: str, config: Config, device: torch.device, text: str, replicas:
     microbatches = f" in {config.accumulate} microbatches" if config.accumulate > 1 else ""
     tokens = ", tokens too (sequence parallelism)" if config.sequence_parallel else ""
     head = "the tied embedding and head" if config.tied else "embedding and head"
+    active = f"{config.parameters_with(config.topk) / 1e6:.1f}M of them a token's" if config.experts else ""
+    mlps = f"{config.experts} experts of SwiGLU {config.expert_hidden}, {active}" if config.experts else ""
+    mlps = mlps or f"SwiGLU {config.ffn_hidden}"
     divided = f"divided over {config.tp} ranks: layers, and {head} by the vocabulary{tokens}\n" if config.tp > 1 else ""
     on = [name for name in ("sharded", "overlap", "reproducible") if getattr(config, name)]
     replicated = f"data parallel: {replicas} replicas{''.join(f', {o}' for o in on)}\n" if config.data_parallel else ""
@@ -57,7 +74,7 @@ def header(name: str, config: Config, device: torch.device, text: str, replicas:
         f"transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {device_name(device)}\n"
         f"{name}: {config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.hidden}, "
-        f"{config.heads} heads in {config.kv_groups} groups, SwiGLU {config.ffn_hidden}), {config.dtype}"
+        f"{config.heads} heads in {config.kv_groups} groups, {mlps}), {config.dtype}"
         f"{f' with FP8 products ({config.fp8} scaling)' if config.fp8 else ''}, "
         f"{config.optimizer} AdamW on fp32 weights, "
         f"{config.batch} x {config.seq} bytes a step{microbatches}, resume: {resume}\n"
@@ -89,7 +106,7 @@ class Log:
         with writing(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             with open(beside, "w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
+                writer = csv.DictWriter(file, columns(config))
                 writer.writeheader()
                 writer.writerows(self.rows)
             os.replace(beside, self.path)
@@ -101,7 +118,8 @@ class Log:
         try:
             with open(self.path, newline="") as file:
                 rows = [dict.fromkeys(LATER) | row for row in csv.DictReader(file)]
-                return [{key: float(row[key]) if row[key] else "" for key in COLUMNS} for row in rows]
+                keys = columns(self.config)
+                return [{key: float(row[key]) if row[key] else "" for key in keys} for row in rows]
         except (KeyError, ValueError, TypeError) as error:
             raise ExampleError(f"{self.path}: not this script's metrics ({error!r}): move it away to go on") from error
 
@@ -117,9 +135,12 @@ class Log:
                 line += f"{of} loss {loss:.4f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
             row |= {f"{prefix}loss": loss, f"{prefix}tokens_per_s": speed, f"{prefix}memory_mib": memory}
             row[f"{prefix}grad_norm"] = norm
+        if self.config.experts:
+            row |= {"aux_loss": ours.aux_loss} | dict(zip(share_columns(self.config), ours.load, strict=True))
+            line += f" | aux loss {ours.aux_loss:.4f}, most loaded expert {self.config.experts * max(ours.load):.2f}x"
         self.rows.append(row)
         with writing(self.path), open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
+            csv.DictWriter(file, columns(self.config)).writerow(row)
         self.bar.update()
         if number % self.every == 0 or number in (self.first + 1, self.config.steps):
             self.say(line)
@@ -150,6 +171,11 @@ class Log:
             ("memory", "memory_mib", "memory, MiB", f"Memory of a step, {model}", True),
         ):
             _plot(self.path.with_name(name), self.rows, shown, column, label, title, from_zero=from_zero)
+        if self.config.experts:
+            experts = [(f"expert{i}_", f"expert {i}", f"C{i % 10}") for i in range(self.config.experts)]
+            title = f"Load of the experts, mean of {self.config.layers} layers, {model}"
+            label = f"share of the tokens (even: {1 / self.config.experts:.4g})"
+            _plot(self.path.with_name("load"), self.rows, experts, "share", label, title, from_zero=True)
 
 
 class Silent(Log):
@@ -173,13 +199,20 @@ def _plot(stem: Path, rows: list[dict], shown: tuple, column: str, label: str, t
         if points:
             x, y = zip(*points, strict=True)
             # The twin is dashed and on top: where the curves agree both are seen.
-            axes.plot(x, y, ".--" if prefix else ".-", markersize=2, color=color, label=f"{name}: last {y[-1]:,.4g}")
+            axes.plot(
+                x,
+                y,
+                ".--" if prefix == "plain_" else ".-",
+                markersize=2,
+                color=color,
+                label=f"{name}: last {y[-1]:,.4g}",
+            )
     axes.xaxis.get_major_locator().set_params(integer=True)
     if from_zero:
         axes.margins(y=0.2)  # curves that are nearly flat stay off the frame and the legend
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    if rows:
+    if rows and len(shown) <= MOST_NAMED:
         axes.legend()
     for kind in ("svg", "png"):
         with writing(path := stem.with_suffix(f".{kind}")):
@@ -197,7 +230,8 @@ def sample(text: bytes) -> str:
 def comparison(log: Log, held_out: tuple[float, float]) -> str:
     """The lines that compare the model with its twin."""
     (_, name, _), (_, twin, _) = series(log.config)
-    lines = [f"{name} / {twin} (same model, seed, init and batches):"]
+    same = "same work for a token, seed and batches" if log.config.experts and not log.config.fp8 else ""
+    lines = [f"{name} / {twin} ({same or 'same model, seed, init and batches'}):"]
     both = [row for row in log.rows if row["plain_loss"] != ""]
     if both:
         last = both[-1]
@@ -222,7 +256,8 @@ def costs(log: Log) -> str:
     for prefix, name, _ in series(log.config):
         rows = [row for row in log.rows if row["step"] > log.first and row[f"{prefix}loss"] != ""]
         if rows:
-            optimizer = "fused" if log.config.optimizer == "fused" and (not prefix or log.config.fp8) else "torch"
+            fused = log.config.optimizer == "fused" and (not prefix or log.config.twin_is_fused)
+            optimizer = "fused" if fused else "torch"
             step = median(
                 log.config.tokens / row[f"{prefix}tokens_per_s"] for row in rows[(len(rows) + 9) // 10 :] or rows
             )

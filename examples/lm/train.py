@@ -4,7 +4,7 @@ Reads no files and prints nothing."""
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from .config import Config, ExampleError
 from .data import Batches
 from .data_parallel import DataParallelAdamW
+from .moe import shares
 from .optimizer import OPTIMIZERS
 from .parallel import ALONE
 
@@ -29,6 +30,8 @@ class Step:
     seconds: float
     memory: int  # bytes, in the meaning of MEMORY_MEANING
     norm: float  # of the gradient, before it is clipped
+    aux_loss: float | None = None  # of the experts, which `loss` does not contain
+    load: tuple[float, ...] = ()  # each expert's share
 
 
 def set_determinism(config: Config, device: torch.device) -> None:
@@ -57,6 +60,7 @@ class Trainer:
             self.forward = self.optimizer.ddp
         else:
             self.optimizer = OPTIMIZERS[config.optimizer](model)
+        self.mixtures = getattr(model, "mixtures", None)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
         self.done = 0
 
@@ -69,7 +73,7 @@ class Trainer:
         tokens = batches[self.done].to(self.device)
         meter = _Meter(self.device, self.model)
         begin = time.perf_counter()
-        losses = []
+        losses, aux_losses, tokens_per_expert = [], [], []
         microbatches = self.ranks.own_windows(tokens).chunk(self.config.accumulate)
         for number, microbatch in enumerate(microbatches, 1):
             with self.optimizer.accumulating(is_last=number == len(microbatches)):
@@ -77,7 +81,12 @@ class Trainer:
                     loss = loss_of(self.forward, microbatch)
                     if self.config.accumulate > 1:
                         loss = loss / self.config.accumulate
-                loss.backward()
+                    objective = loss
+                    if self.mixtures:
+                        aux_losses.append(self.mixtures.aux_loss() / self.config.accumulate)
+                        tokens_per_expert.append(self.mixtures.tokens())
+                        objective = loss + aux_losses[-1]
+                objective.backward()
             losses.append(loss.detach())
         norm = self.optimizer.step(self.learning_rate())
         value = self.ranks.mean_over_replicas(sum(losses)).item()  # waits for the device: the time is that of all
@@ -88,7 +97,11 @@ class Trainer:
                 "if there is one, is from before"
             )
         self.done += 1
-        return Step(value, seconds, meter.bytes() + self.optimizer.state_bytes(), norm.item())
+        step = Step(value, seconds, meter.bytes() + self.optimizer.state_bytes(), norm.item())
+        if self.mixtures:
+            aux_loss, load = sum(aux_losses).item(), shares(sum(tokens_per_expert))
+            step = replace(step, aux_loss=aux_loss, load=tuple(load))
+        return step
 
     @torch.no_grad()
     def bits_per_byte(self, held_out: list[torch.Tensor]) -> float:

@@ -1,0 +1,58 @@
+"""A mixture of experts in the place of each layer's MLP: the modules, their loss, and the load of the experts."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+import transformer_engine.pytorch as te
+
+from .config import DTYPES, Config
+
+AUX_LOSS = 0.01  # coefficient of the loss that balances the experts, for each layer
+
+
+class NormedMoE(nn.Module):
+    """RMSNorm and te.MoEMLP. An expert has ffn_hidden / topk hidden units, so that a token's experts multiply as much
+    as the MLP of the dense model."""
+
+    def __init__(self, config: Config, init: Callable, output_init: Callable, device: torch.device):
+        super().__init__()
+        factory = {"params_dtype": DTYPES[config.dtype], "device": device}
+        self.norm = te.RMSNorm(config.hidden, eps=config.eps, **factory)
+        self.moe = te.MoEMLP(
+            config.hidden,
+            config.expert_hidden,
+            config.experts,
+            config.topk,
+            activation="swiglu",
+            aux_loss_coeff=AUX_LOSS,
+            init_method=init,
+            output_layer_init_method=output_init,
+            **factory,
+        )
+        self.aux_loss: torch.Tensor | None = None  # of the last forward
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        y, self.aux_loss = self.moe(self.norm(x), is_first_microbatch)
+        return y
+
+
+class Mixtures:
+    """Those of all layers of a model, after a forward."""
+
+    def __init__(self, layers: Iterable[nn.Module]):
+        self.parts = [layer.layernorm_mlp for layer in layers]
+
+    def aux_loss(self) -> torch.Tensor:
+        """The sum of the layers' losses."""
+        return torch.stack([part.aux_loss for part in self.parts]).sum()
+
+    def tokens(self) -> torch.Tensor:
+        """int64 [layers, experts]: the tokens of each expert. A copy, as the next forward overwrites the counts."""
+        return torch.stack([part.moe.tokens_per_expert for part in self.parts])
+
+
+def shares(tokens: torch.Tensor) -> list[float]:
+    """Each expert's share of all pairs of a token and an expert, the mean of the layers."""
+    return (tokens / tokens.sum(1, keepdim=True)).mean(0).tolist()
