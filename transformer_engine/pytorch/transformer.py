@@ -12,6 +12,7 @@ from transformer_engine.pytorch._internal.torch_autocast import to_autocast
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.attention.packed import check_packed_mask
 from transformer_engine.pytorch.attention.tokens import TokenSizes
 from transformer_engine.pytorch.constants import LayerTypes
 from transformer_engine.pytorch.distributed.rng import CudaRNGStatesTracker
@@ -293,6 +294,10 @@ class TransformerLayer(Composite):
         check_window(op, window_size)
         check_window(op, enc_dec_window_size, "enc_dec_window_size")
         decoder = self.layer_type == "decoder"
+        if self.attn_input_format == "thd":
+            check_packed_mask(op, mask, "self_attn_mask_type")
+            if decoder:
+                check_packed_mask(op, cross_mask, "enc_dec_attn_mask_type")
         if decoder != (encoder_output is not None):
             got, wanted = ("None", "a tensor") if decoder else ("given", "None")
             raise ValueError(

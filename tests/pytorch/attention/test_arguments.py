@@ -64,6 +64,20 @@ def test_bad_arguments(options, words):
         te.MultiheadAttention(HIDDEN, **{"num_attention_heads": HEADS, "device": "cpu", **options})
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"kv_channels": (8, 4, 2)}, ("kv_channels", "(8, 4, 2)", "a pair")),
+        *(({"softmax_scale": scale}, ("softmax_scale", scale, "above 0")) for scale in (-0.5, 0.0, 1e999, -1e999)),
+        ({"softmax_scale": float("nan")}, ("softmax_scale", "nan", "finite")),
+    ],
+)
+def test_bad_arguments_of_the_core(options, words):
+    """torch's attention of a CPU gives NaN for scales that are not above 0."""
+    with refused(ValueError, "DotProductAttention", *words):
+        te.DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": HEAD, **options})
+
+
 def test_windows_of_numpy(device):
     """An integer of any kind."""
     window, module, tensors = (numpy.int64(2), numpy.int32(0)), te.DotProductAttention(HEADS, HEAD), qkv(device)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from module_contract import saved_shapes
-from support import refused
+from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
@@ -83,6 +83,54 @@ def test_bad_tensors(change, words):
     made = {name: torch.randn(value) if isinstance(value, tuple) else value for name, value in given.items()}
     with refused(ValueError, "attention", *words):
         functional.attention(made.pop("q"), made.pop("k"), made.pop("v"), scale=1.0, **made)
+
+
+INT, BOOL = torch.int32, torch.bool
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"mask": torch.zeros(2, 1, 9, 9, dtype=BOOL)}, ("'mask'", "[2, 1, 9, 9]", "[2, 4, 6, 6]")),
+        ({"mask": torch.zeros(3, 1, 6, 6, dtype=BOOL)}, ("'mask'", "[3, 1, 6, 6]")),
+        ({"mask": torch.zeros(1, 6, 6, dtype=BOOL)}, ("'mask'", "[1, 6, 6]")),
+        ({"mask": torch.zeros(2, 1, 6, 6)}, ("'mask'", "Float", "bool")),
+        ({"mask": torch.zeros(2, 1, 6, 1, dtype=BOOL)}, ("'mask'", "[2, 1, 6, 1]")),
+        ({"present_q": torch.ones(2, 6, dtype=INT)}, ("'present_q'", "Int", "bool")),
+        ({"present_kv": torch.ones(2, 5, dtype=BOOL)}, ("'present_kv'", "[2, 5]", "[2, 6]")),
+        ({"bias": torch.zeros(1, 1, 9, 9)}, ("'bias'", "[1, 1, 9, 9]")),
+        ({"bias": torch.zeros(1, 3, 6, 6)}, ("'bias'", "[1, 3, 6, 6]")),
+        ({"bias": torch.zeros(1, 1, 6, 6, dtype=INT)}, ("'bias'", "Int", "floating")),
+        ({"alibi_slopes": torch.ones(7, 4)}, ("'alibi_slopes'", "[7, 4]", "[2, 4]")),
+        ({"alibi_slopes": torch.ones(1, 4)}, ("'alibi_slopes'", "[1, 4]", "[2, 4]")),
+        ({"window": (-3, -9)}, ("'window'", "-3", "-9")),
+        ({"window": None}, ("'window'", "None")),
+        ({"window": (1, 2, 3)}, ("'window'", "(1, 2, 3)")),
+        ({"cu_seqlens_kv": torch.zeros(3, dtype=INT)}, ("'cu_seqlens_kv'", "thd")),
+        ({"max_seqlen_q": -7}, ("'max_seqlen_q'", "-7")),
+        ({"max_seqlen_kv": 3.0}, ("'max_seqlen_kv'", "3.0")),
+        ({"scale": None}, ("'scale'", "None")),
+        ({"scale": float("nan")}, ("'scale'", "nan")),
+        ({"softcap": None}, ("'softcap'", "None")),
+        ({"softcap": float("inf")}, ("'softcap'", "inf", "finite")),
+        ({"bias_scale": float("inf")}, ("'bias_scale'", "inf")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_of_a_batch(change, words):
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
+    with refused(ValueError, "attention: ", *words):
+        functional.attention(q, k, k, **{"scale": 1.0, **change})
+
+
+def test_shapes_that_are_broadcast():
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 2, 8)
+    wanted, _, _ = functional.attention(q, k, k, scale=1.0)
+    for sizes in ((1, 1, 1), (2, 1, 6), (1, 4, 1), (2, 4, 6)):
+        options = {"mask": torch.zeros(*sizes, 7, dtype=BOOL), "bias": torch.zeros(*sizes, 7, dtype=torch.bfloat16)}
+        assert_same_bits(functional.attention(q, k, k, scale=1.0, **options)[0], wanted)
+    zeros = torch.zeros(2, 4)
+    assert_same_bits(functional.attention(q, k, k, scale=1.0, alibi_slopes=zeros)[0], wanted)
 
 
 def test_another_dtype_or_device():

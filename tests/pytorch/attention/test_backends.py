@@ -71,7 +71,7 @@ def test_what_the_fused_one_of_the_cpu_does_not_take(without):
         dropping(*heads("cpu"), **biased)
     other_heads = te.DotProductAttention(HEADS, (HEAD, 4), GROUPS)
     q, k, v = heads("cpu")
-    with refused(RuntimeError, "no backend is left", "NVTE_UNFUSED_ATTN=0", "set one of them to 1"):
+    with refused(RuntimeError, "no backend is left", "NVTE_UNFUSED_ATTN=0", "set it to 1"):
         other_heads(q, k, v[..., :4])
 
 
@@ -146,8 +146,12 @@ def test_chunked_is_the_plain_backend(without):
     tensors = heads("cpu")
     without(PLAIN)
     module = te.DotProductAttention(HEADS, HEAD, GROUPS, softmax_type="off-by-one")
-    with refused(RuntimeError, "DotProductAttention: no backend is left", f"{PLAIN}=0", "sink"):
+    with refused(RuntimeError, "DotProductAttention: no backend is left", f"{PLAIN}=0", "sink", "set it to 1"):
         module(*tensors)
+    without(CUDNN, PLAIN)
+    module = te.DotProductAttention(HEADS, HEAD, GROUPS, softmax_type="off-by-one")
+    with refused(RuntimeError, f"no backend is left for this call: {PLAIN}=0 disables the plain one; set it to 1"):
+        module(*tensors)  # the other variable would not help
     without(FLASH, CUDNN)
     module = te.DotProductAttention(HEADS, HEAD, GROUPS, softmax_type="off-by-one")
     assert backend(module, tensors)[0] == "chunked"

@@ -161,10 +161,84 @@ def test_refusals(device):
     module, x = layer(device), randn(6, HIDDEN, device=device)
     with refused(ValueError, "MultiheadAttention", "'hidden_states'", "(3, 2, 32)", "(t, hidden)"):
         module(x.view(3, 2, HIDDEN))
-    with refused(ValueError, "DotProductAttention", "'cu_seqlens_q'", "None", "thd"):
+    with refused(ValueError, "MultiheadAttention", "'cu_seqlens_q'", "None", "thd"):
         module(x, rotary_pos_emb=angles(16, 8).to(device))
-    with refused(ValueError, "DotProductAttention", "'attn_mask_type'", "'causal'", "thd"):
+    with refused(ValueError, "TransformerLayer", "'self_attn_mask_type'", "'causal'", "thd"):
         layer(device, self_attn_mask_type="causal")(x, **Packed([6]).arguments(device))
+    decoder = layer(device, layer_type="decoder")
+    with refused(ValueError, "TransformerLayer", "'enc_dec_attn_mask_type'", "'no_mask'", "thd"):
+        decoder(x, encoder_output=x, **Packed([6]).arguments(device))
+    attention = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="thd", attention_dropout=0.0, device=device)
+    with refused(ValueError, "MultiheadAttention", "'attn_mask_type'", "'causal'", "thd"):
+        attention(x, **Packed([6]).arguments(device))
     if device == "cpu":
         with refused(ValueError, "rope", "freqs"):
             module(x, rotary_pos_emb=angles(5, 8), **Packed([6]).arguments(device))
+
+
+def ints(*values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"cu_seqlens_q": ()}, ("'cu_seqlens_q'", "[0]", "sequences + 1")),
+        ({"cu_seqlens_kv": (), "cu_seqlens_q": ()}, ("'cu_seqlens_q'", "[0]")),
+        ({"cu_seqlens_q_padded": (0, 2, 4, 6)}, ("'cu_seqlens_q_padded'", "4 elements", "3 of 'cu_seqlens_q'")),
+        ({"cu_seqlens_kv_padded": [0, 3, 6]}, ("'cu_seqlens_kv_padded'", "[0, 3, 6]", "int32")),
+        ({"max_seqlen_q": 3.0}, ("'max_seqlen_q'", "3.0")),
+        ({"max_seqlen_kv": -1}, ("'max_seqlen_kv'", "-1")),
+    ],
+)
+def test_bad_lengths_of_every_module(device, change, words):
+    """By name, before anything is computed; by DotProductAttention alone too."""
+    call = Packed([3, 3]).arguments(device)
+    call |= {name: ints(*t, device=device) if isinstance(t, tuple) else t for name, t in change.items()}
+    options = {"attn_mask_type": "padding", "qkv_format": "thd", "attention_dropout": 0.0}
+    attention = te.MultiheadAttention(HIDDEN, HEADS, device=device, **options)
+    with refused(ValueError, "MultiheadAttention", *words):
+        attention(randn(6, HIDDEN, device=device), rotary_pos_emb=angles(16, 8).to(device), **call)
+    q = randn(6, 2, 8, device=device)
+    with refused(ValueError, "DotProductAttention", *words):
+        te.DotProductAttention(2, 8, **options)(q, q, q, **call)
+
+
+@pytest.mark.parametrize("norm", [None, "L2Normalization"])
+def test_keys_rotate_by_their_own_sequences(device, norm):
+    """Self-attention whose keys have other lengths than its queries: k's positions are those of cu_seqlens_kv."""
+    options = {"attn_mask_type": "padding", "qkv_format": "thd", "attention_dropout": 0.0, "device": device}
+    module = randomize(te.MultiheadAttention(HIDDEN, HEADS, qk_norm_type=norm, **options))
+    x, freqs = randn(6, HIDDEN, device=device), angles(16, 8).to(device)
+    lengths = {"cu_seqlens_q": ints(0, 3, 6, device=device), "cu_seqlens_kv": ints(0, 2, 6, device=device)}
+    out = module(x, rotary_pos_emb=freqs, **lengths)
+    for queries, keys in ((slice(0, 3), slice(0, 2)), (slice(3, 6), slice(2, 6))):
+        q, _, _ = module._project(x[queries, None], None, freqs, None, False, own(Packed([3]), device))[:3]
+        _, k, v = module._project(x[keys, None], None, freqs, None, False, own(Packed([len(x[keys])]), device))[:3]
+        given = Packed([3], [len(x[keys])]).arguments(device)
+        alone = module.proj(module.core_attention(q, k, v, **given))
+        torch.testing.assert_close(out[queries], alone, rtol=1e-5, atol=1e-5)
+
+
+def own(packed, device):
+    given = packed.arguments(device)
+    return (given["cu_seqlens_q"], given["cu_seqlens_kv"]), (None, None)
+
+
+class _Pair(te.DotProductAttention):
+    """By the API of a submodule: (tensor, None)."""
+
+    def forward(self, *args, **options):
+        return super().forward(*args, **options), None
+
+
+def test_a_replaced_core_attention(device):
+    packed, x = Packed(LENGTHS), randn(sum(LENGTHS), HIDDEN, device=device)
+    options = {"attn_mask_type": "padding", "qkv_format": "thd", "attention_dropout": 0.0}
+    module = te.MultiheadAttention(HIDDEN, HEADS, device=device, **options)
+    wanted = module(x, **packed.arguments(device))
+    module.core_attention = _Pair(HEADS, HIDDEN // HEADS, **options)
+    assert_same_bits(module(x, **packed.arguments(device)), wanted)
+    module.core_attention = te.DotProductAttention(HEADS, HIDDEN // HEADS, return_max_logit=True, **options)
+    with refused(TypeError, "MultiheadAttention", "'core_attention'", "DotProductAttention"):
+        module(x, **packed.arguments(device))

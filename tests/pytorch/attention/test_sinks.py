@@ -173,6 +173,32 @@ def test_a_sink_is_a_key_without_a_value(device):
     assert_same_bits(made["learnable"](*tensors, **PACKED.arguments(device)), out["vanilla"])
 
 
+def test_a_sink_of_minus_infinity_is_none(device):
+    """Queries without keys among them: zeros, and no NaN in any gradient."""
+    tensors = PACKED.tensors(4, 2, 16, 16, torch.float32, device)
+    call = {"layout": "thd", "scale": 0.25, **PACKED.arguments(device)}
+    sink = torch.full((4,), -torch.inf, device=device)
+    got = gradients(lambda q, k, v, a: functional.attention(q, k, v, sink=a, **call)[0], [*tensors, sink])
+    wanted = gradients(lambda q, k, v: functional.attention(q, k, v, **call)[0], tensors)
+    for ours, exact in zip(got[:4], wanted, strict=True):
+        assert_same_bits(ours, exact)
+    assert not got[4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_has_no_effect(device, dtype):
+    tensors = PACKED.tensors(4, 2, 16, 16, torch.float32, device)
+    options = {"qkv_format": "thd", "attn_mask_type": "padding", "softmax_type": "off-by-one"}
+    wanted = te.DotProductAttention(4, 16, 2, **options)(*tensors, **PACKED.arguments(device))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        out = te.DotProductAttention(4, 16, 2, **options)(*tensors, **PACKED.arguments(device))
+    finally:
+        torch.set_default_dtype(before)
+    assert_same_bits(out, wanted)
+
+
 # ---- state ----
 
 
@@ -225,8 +251,9 @@ def test_refusals():
         with refused(NotImplementedError, "DotProductAttention", "'attention_dropout'", "0.5"):
             module(q, q, q, **call)
         assert module.eval()(q, q, q, **call) is not None
-    with refused(ValueError, "attention", "'softcap'", "-1"):
-        te.DotProductAttention(4, 8)(q, q, q, softcap=-1.0)
+    for cap in (-1.0, torch.inf, torch.nan):
+        with refused(ValueError, "DotProductAttention", "'softcap'", str(cap)):
+            te.DotProductAttention(4, 8)(q, q, q, softcap=cap)
     with refused(ValueError, "attention", "'sink'", "[3]", "[4]"):
         functional.attention(q, q, q, layout="sbhd", scale=1.0, sink=torch.zeros(3))
 

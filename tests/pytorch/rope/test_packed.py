@@ -87,6 +87,32 @@ def test_the_chunks_of_a_packed_projection(device):
             assert_same_bits(ours, wanted)
 
 
+def test_bad_sequences_and_starts():
+    """Of the packed and the dense layout, fused and not."""
+    t, starts = torch.randn(6, 2, 8), torch.tensor([4, 9], dtype=torch.int32)
+    packed = {"tensor_format": "thd", "cu_seqlens": cumulative(2, 4)}
+    for change, words in (
+        ({"cu_seqlens": torch.tensor([0, 20], dtype=torch.int32)}, ("'cu_seqlens'", "[0, 20]", "6 tokens")),
+        ({"cu_seqlens": torch.tensor([0, 4, 2, 6], dtype=torch.int32)}, ("'cu_seqlens'", "[0, 4, 2, 6]")),
+        ({"cu_seqlens": torch.tensor([1, 6], dtype=torch.int32)}, ("'cu_seqlens'", "[1, 6]")),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, ("'cu_seqlens'", "[0]", "sequences + 1")),
+        ({"cu_seqlens": cumulative(6, 6), "cp_size": 2}, ("'cu_seqlens'", "[0, 6, 12]", "multiples of 4")),
+        ({"cu_seqlens": cumulative(16), "cp_size": 2}, ("'cu_seqlens'", "[0, 16]", "12 tokens")),
+        ({"start_positions": starts.float()}, ("'start_positions'", "float32", "int32 [2]")),
+        ({"start_positions": starts[:1]}, ("'start_positions'", "[1]", "int32 [2]")),
+        ({"start_positions": starts.repeat(2)}, ("'start_positions'", "[4]", "int32 [2]")),
+        ({"tensor_format": "sbhd", "start_positions": starts[:1]}, ("'start_positions'", "int32 [3]")),
+        ({"tensor_format": "bshd", "start_positions": starts.double()}, ("'start_positions'", "float64", "int32 [2]")),
+    ):
+        call = packed | change
+        if call["tensor_format"] != "thd":
+            call["cu_seqlens"] = None
+        of = t if call["tensor_format"] == "thd" else t.view(2, 3, 2, 8)
+        for fused in (False, True):
+            with refused(ValueError, "apply_rotary_pos_emb", *words):
+                apply_rotary_pos_emb(of, FREQS, fused=fused, **call)
+
+
 def test_bad_arguments():
     t, starts = torch.randn(6, 2, 8), cumulative(6)
     for change, words in (

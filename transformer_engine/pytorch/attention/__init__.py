@@ -1,5 +1,5 @@
-"""Attention: rotary embeddings of this library, attention itself by PyTorch. The names that clients import from
-here."""
+"""Attention: rotary embeddings, DotProductAttention on kernels of PyTorch and of this library, MultiheadAttention. The
+names that clients import from here."""
 
 from transformer_engine.pytorch.attention import stacked as stacked
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention as DotProductAttention

@@ -91,7 +91,7 @@ def attention_path(
     reason = _chunked_reason(packed, sink, softcap, max_logit)
     if reason:
         if "NVTE_UNFUSED_ATTN" in away:
-            raise nobody_left(away, reason)
+            raise nobody_left(("NVTE_UNFUSED_ATTN",), reason)
         return AttentionPath((), dtype, pattern, False, False, False, False, reason, chunked=True)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
@@ -141,11 +141,12 @@ def _chunked_reason(packed: bool, sink: bool, softcap: bool, max_logit: bool) ->
 
 
 def nobody_left(away: Collection[str], reason: str) -> RuntimeError:
+    """away: variables of which any one, set to 1, leaves a backend."""
     named = [name for name in _VARIABLES if name in away]
     return RuntimeError(
         f"DotProductAttention: no backend is left for this call: {', '.join(f'{name}=0' for name in named)} "
         f"{'disables' if len(named) == 1 else 'disable'} {' and '.join(_VARIABLES[name][1] for name in named)}; set "
-        f"one of them to 1 before the module is made. {reason}"
+        f"{'it' if len(named) == 1 else 'one of them'} to 1 before the module is made. {reason}"
     )
 
 

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.dot_product_atte
 )
 from transformer_engine.pytorch.attention.heads import split_heads
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, swapped_advice
+from transformer_engine.pytorch.attention.packed import Pair, check_packed_lengths, check_packed_mask
 from transformer_engine.pytorch.attention.qk_norm import make_qk_norm
 from transformer_engine.pytorch.attention.rope import apply_rotary_to_packed, apply_rotary_to_pair, packed_positions
 from transformer_engine.pytorch.attention.tokens import TokenSizes
@@ -23,27 +24,19 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.parallel import check_options, divided, group_size
 from transformer_engine.pytorch.module.submodules import is_own, run_part, taken
 
-# Cumulative lengths of sequences, and the rows where they begin.
-Lengths = tuple[torch.Tensor | None, torch.Tensor | None]
-
 
 def _with_batch(tokens: torch.Tensor | None) -> torch.Tensor | None:
     """Packed tokens [t, hidden] as [t, 1, hidden]: each one a batch of its own."""
     return tokens.unsqueeze(1) if tokens is not None and tokens.dim() == 2 else tokens
 
 
-def _positions(
-    thd: bool, packed: tuple[Lengths, ...], tokens: tuple[int, int]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The positions of packed tokens in their sequences, for those of `packed` that are given; None without packing.
-    Missing lengths are refused by the attention."""
-    places = [
+def _positions(cu_seqlens: Pair, padded: Pair, tokens: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of packed queries and keys in their sequences."""
+    queries, keys = (
         packed_positions(lengths if starts is None else starts, count, lengths=lengths)
-        if thd and isinstance(lengths, torch.Tensor)
-        else None
-        for (lengths, starts), count in zip(packed, tokens)
-    ]
-    return places[0], places[-1]
+        for lengths, starts, count in zip(cu_seqlens, padded, tokens, strict=True)
+    )
+    return queries, keys
 
 
 class MultiheadAttention(Composite):
@@ -298,7 +291,10 @@ class MultiheadAttention(Composite):
         self._check_inputs(hidden_states, encoder_output)
         thd, padded = self.qkv_format == "thd", {}
         flat = thd and hidden_states.dim() == 2
+        lengths, starts = (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
         if thd:
+            check_packed_mask(op, attn_mask_type or self.attn_mask_type)
+            check_packed_lengths(op, lengths, starts, (max_seqlen_q, max_seqlen_kv))
             hidden_states, encoder_output = _with_batch(hidden_states), _with_batch(encoder_output)
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
         query, key, value, beside = self._project(
@@ -307,7 +303,7 @@ class MultiheadAttention(Composite):
             rotary_pos_emb,
             is_first_microbatch=is_first_microbatch,
             return_input=return_input,
-            packed=((cu_seqlens_q, cu_seqlens_q_padded), (cu_seqlens_kv, cu_seqlens_kv_padded)),
+            packed=(lengths, starts),
         )
         context = self.core_attention(
             query,
@@ -329,10 +325,10 @@ class MultiheadAttention(Composite):
             softcap=softcap,
             **padded,
         )
-        if thd:
-            context = context.unsqueeze(1)
         width = self.num_attention_heads * self.hidden_size_per_attention_head
         context, _ = taken(op, "core_attention", self.core_attention, context, width)
+        if thd:
+            context = context.unsqueeze(1)
         projected, bias = self.proj(context, is_first_microbatch=is_first_microbatch), None
         if self.return_bias and isinstance(projected, tuple) and len(projected) == 2:
             projected, bias = projected
@@ -387,9 +383,10 @@ class MultiheadAttention(Composite):
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
         is_first_microbatch: bool | None,
         return_input: bool,
-        packed: tuple[Lengths, Lengths],
+        packed: tuple[Pair, Pair],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """query, key and value, rotated and normed, and the first projection's results besides its product."""
+        """query, key and value, rotated and normed, and the first projection's results besides its product. packed: the
+        cumulative lengths, and the rows where sequences begin."""
         cross = self.attention_type == "cross"
         if rotary_pos_emb is not None:
             self._tokens.check_rotary(
@@ -425,16 +422,17 @@ class MultiheadAttention(Composite):
             )
             query, tokens = projected.unflatten(-1, (-1, head)), (projected.size(0), pairs.size(0))
             key, value = split_heads(pairs, (counts[1], counts[1]), head, groups)
-        elif rotated or norm_first:
+        elif rotated or norm_first or (thd and not all(queries is keys for queries, keys in packed)):
             query, key, value = split_heads(projected, (counts[0], counts[1], counts[1]), head, groups)
         else:
-            layout |= {"heads": counts, "groups": groups, "start_positions": _positions(thd, packed[:1], tokens)[0]}
+            positions = _positions(*packed, tokens)[0] if thd else None
+            layout |= {"heads": counts, "groups": groups, "start_positions": positions}
             query, key, value = apply_rotary_to_packed(projected, rotary_pos_emb, **layout)
             rotated = True
         if norm_first:
             query, key = self.q_norm(query), self.k_norm(key)
         if not rotated:
-            layout["start_positions"] = _positions(thd, packed, tokens)
+            layout["start_positions"] = _positions(*packed, tokens) if thd else (None, None)
             query, key = apply_rotary_to_pair(query, key, rotary_pos_emb, **layout)
         if self.q_norm is not None and not norm_first:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch._internal.arguments import check_tensor
+from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 
 PACKED_MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 
@@ -46,23 +46,44 @@ def separate(
     return views if parts == 3 else (query, *views)
 
 
-def check_packed(
-    op: str,
-    mask: str,
-    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
-    max_seqlens: tuple[int | None, int | None],
-    *,
-    bias: str,
-    dropout: float,
-    on_cuda: bool,
-) -> None:
-    """The mask, lengths and options of a packed call; the op checks the values of the lengths."""
+# Of queries and of keys: cumulative lengths, the rows where sequences begin, or bounds of the lengths.
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+Bounds = tuple[int | None, int | None]
+
+
+def check_packed_mask(op: str, mask: str, argument: str = "attn_mask_type") -> None:
     if mask not in PACKED_MASKS:
-        raise ValueError(f"{op}: argument 'attn_mask_type' is {mask!r}, wanted one of {PACKED_MASKS} in thd.")
-    for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
-        if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int32:
-            got = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, torch.Tensor) else repr(lengths)
-            raise ValueError(f"{op}: argument '{name}' is {got}, wanted int32 [sequences + 1] in thd.")
+        raise ValueError(f"{op}: argument '{argument}' is {mask!r}, wanted one of {PACKED_MASKS} in thd.")
+
+
+def check_packed_lengths(op: str, cu_seqlens: Pair, padded: Pair, max_seqlens: Bounds) -> None:
+    """Types and shapes; the op checks the values."""
+    for side, lengths, starts, bound in zip(("q", "kv"), cu_seqlens, padded, max_seqlens, strict=True):
+        _check_cumulative(op, f"cu_seqlens_{side}", lengths)
+        if starts is not None:
+            _check_cumulative(op, f"cu_seqlens_{side}_padded", starts)
+            if starts.shape[0] != lengths.shape[0]:
+                raise ValueError(
+                    f"{op}: argument 'cu_seqlens_{side}_padded' has {starts.shape[0]} elements, wanted the "
+                    f"{lengths.shape[0]} of 'cu_seqlens_{side}'."
+                )
+        if bound is not None:
+            check_size(op, f"max_seqlen_{side}", bound)
+
+
+def _check_cumulative(op: str, name: str, t: object) -> None:
+    if isinstance(t, torch.Tensor) and t.dim() == 1 and t.dtype == torch.int32 and t.shape[0] > 0:
+        return
+    got = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else repr(t)
+    raise ValueError(f"{op}: argument '{name}' is {got}, wanted int32 [sequences + 1] in thd.")
+
+
+def check_packed(
+    op: str, mask: str, cu_seqlens: Pair, padded: Pair, max_seqlens: Bounds, *, bias: str, dropout: float, on_cuda: bool
+) -> None:
+    """The mask, lengths and options of a packed call."""
+    check_packed_mask(op, mask)
+    check_packed_lengths(op, cu_seqlens, padded, max_seqlens)
     if bias in ("pre_scale_bias", "post_scale_bias"):
         raise ValueError(
             f"{op}: argument 'core_attention_bias_type' is {bias!r}, wanted 'no_bias' or 'alibi' in thd: a bias that "

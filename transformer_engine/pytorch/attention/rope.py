@@ -9,6 +9,7 @@ import torch
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.torch_private import assert_async
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.tensor.engine import is_plain
 from transformer_engine.pytorch.utils import resolve_device
@@ -102,9 +103,40 @@ def _check_layout(op: str, tensor_format: str, cu_seqlens: torch.Tensor | None, 
     if tensor_format != "thd":
         if cu_seqlens is not None:
             raise ValueError(f"{op}: argument 'cu_seqlens' is given, wanted None in {tensor_format}.")
-    elif type(cu_seqlens) is not torch.Tensor or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
-        got = cu_seqlens if cu_seqlens is None else f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        return
+    fits = type(cu_seqlens) is torch.Tensor and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0
+    if not fits or cu_seqlens.dtype != torch.int32:
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
         raise ValueError(f"{op}: argument 'cu_seqlens' is {got}, wanted int32 [sequences + 1] in thd.")
+
+
+def _check_sequences(op: str, cu_seqlens: torch.Tensor, tokens: int, cp_size: int) -> None:
+    """The values: at once on a CPU; on a GPU by an assertion there, for which the host does not wait."""
+    if not is_plain(cu_seqlens):
+        return
+    lengths, chunks = cu_seqlens.diff(), 2 * cp_size
+    fits = (lengths >= 0).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= tokens * cp_size)
+    wanted = f"wanted 0 first and then each sequence's length added, up to the {tokens * cp_size} tokens"
+    if cp_size > 1:
+        fits &= (lengths % chunks == 0).all()
+        wanted += f" over {cp_size} ranks, with lengths that are multiples of {chunks}"
+    if not cu_seqlens.is_cpu:
+        assert_async(fits, f"{op}: argument 'cu_seqlens' does not fit: {wanted}")
+    elif not fits:
+        raise ValueError(f"{op}: argument 'cu_seqlens' is {cu_seqlens.tolist()}, {wanted}.")
+
+
+def _check_starts(op: str, start_positions: torch.Tensor | None, count: int, of: str) -> None:
+    if start_positions is None:
+        return
+    if type(start_positions) is not torch.Tensor:
+        check_tensor(op, "start_positions", start_positions)
+    if start_positions.shape == (count,) and start_positions.dtype in (torch.int32, torch.int64):
+        return
+    raise ValueError(
+        f"{op}: argument 'start_positions' is {start_positions.dtype} {list(start_positions.shape)}, wanted int32 "
+        f"[{count}], one for each {of}."
+    )
 
 
 def _check_rank(op: str, cp_size: int, cp_rank: int, start_positions: torch.Tensor | None) -> None:
@@ -246,13 +278,17 @@ def apply_rotary_pos_emb(
     _check_layout(op, tensor_format, cu_seqlens, packed=True)
     _check_rank(op, cp_size, cp_rank, start_positions)
     _check_tensors(op, t=t, freqs=freqs)
-    if tensor_format == "thd":  # each token as a batch of one, which begins at its position
+    if tensor_format == "thd":
+        _check_sequences(op, cu_seqlens, t.size(0), cp_size)
+        _check_starts(op, start_positions, cu_seqlens.shape[0] - 1, "sequence")
+        # each token as a batch of one, which begins at its position
         positions = packed_positions(
             cu_seqlens, t.size(0), start_positions=start_positions, cp_size=cp_size, cp_rank=cp_rank
         )
         _check_positions(op, positions, freqs)
         options = {"fused": fused, "start_positions": positions, "interleaved": interleaved}
         return apply_rotary_pos_emb(t.unsqueeze(1), freqs, "bshd", **options).squeeze(1)
+    _check_starts(op, start_positions, t.size(1 if tensor_format == "sbhd" else 0), "sequence of the batch")
     freqs = _rows_of_rank(op, freqs, t.size(0 if tensor_format == "sbhd" else 1), cp_size, cp_rank)
     if not fused:
         return _unfused(t, freqs, start_positions, tensor_format == "bshd", interleaved)

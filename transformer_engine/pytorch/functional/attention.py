@@ -1,8 +1,28 @@
 """Attention as a function that also returns the log-sum-exp of each row: dense or packed, with sinks and soft caps."""
 
+import operator
+
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.arguments import check_size
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)
+    except TypeError:
+        raise ValueError(f"attention: argument '{name}' is {value!r}, wanted a number.") from None
+
+
+def _window(window: object) -> list[int]:
+    try:
+        left, right = (operator.index(n) for n in window)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"attention: argument 'window' is {window!r}, wanted (left, right): numbers of keys, or -1 for all."
+        ) from None
+    return [left, right]
 
 
 def attention(
@@ -48,8 +68,12 @@ def attention(
     Errors: ValueError naming the argument.
     """
     rows = [mask, present_q, present_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded]
-    bounds = [-1 if most is None else most for most in (max_seqlen_q, max_seqlen_kv)]
-    pattern, scores = [*window, int(bottom_right), *bounds], [float(scale), float(bias_scale), float(softcap)]
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
+    for name, most in bounds.items():
+        if most is not None:
+            check_size("attention", name, most)
+    pattern = [*_window(window), int(bottom_right), *(-1 if most is None else most for most in bounds.values())]
+    scores = [_number("scale", scale), _number("bias_scale", bias_scale), _number("softcap", softcap)]
     args = (q, k, v, bias, alibi_slopes, sink, rows, layout, pattern, scores)
     if torch.compiler.is_compiling():
         return torch.ops.te.attention(*args)

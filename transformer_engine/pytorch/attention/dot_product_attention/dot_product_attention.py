@@ -2,6 +2,7 @@
 checks, layouts, dropout's random state, recomputation. masks.py makes the mask, backends.py selects the backend; no
 softmax is computed here."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -36,7 +37,7 @@ from transformer_engine.pytorch.attention.masks import (
     default_slopes,
     present_tokens,
 )
-from transformer_engine.pytorch.attention.packed import check_packed, longest, refuse_dropout, separate
+from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
@@ -126,6 +127,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_format(op, qkv_format)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{op}: argument 'attention_dropout' is {attention_dropout}, wanted 0 <= p < 1.")
+        if softmax_scale is not None and not 0.0 < softmax_scale < math.inf:
+            raise ValueError(f"{op}: argument 'softmax_scale' is {softmax_scale}, wanted a finite number above 0.")
         self.name = name
         self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
@@ -133,6 +136,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         groups = groups_of(op, num_attention_heads, num_gqa_groups)
         self.num_attention_heads = divided(op, "num_attention_heads", num_attention_heads, self.tp_size)
         self.num_gqa_groups = divided(op, "num_gqa_groups", groups, self.tp_size)
+        if isinstance(kv_channels, tuple) and len(kv_channels) != 2:
+            raise ValueError(
+                f"{op}: argument 'kv_channels' is {kv_channels!r}, wanted a head_dim, or a pair for q and k, and for v."
+            )
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
             kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         )
@@ -220,12 +227,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         refuse(op, "FP8", fp8_output=fp8_output)
         refuse(op, "a score modification", score_mod=score_mod is not None)
+        if softcap is not None and not 0.0 <= softcap < math.inf:
+            raise ValueError(
+                f"{op}: argument 'softcap' is {softcap}, wanted a finite number above 0, or None for none."
+            )
         packed_inputs = {"qkv_layer": qkv_layer, "kv_layer": kv_layer, "interleave_dim": qkv_interleave_dim}
         tensors = separate(op, layout, query_layer, key_layer, value_layer, **packed_inputs)
         self._check_qkv(*tensors, layout)
-        lengths, max_seqlens = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
+        lengths, padded = (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        max_seqlens = (max_seqlen_q, max_seqlen_kv)
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
-        sizes, biases = self._check_call(*tensors[:2], layout, mask, attention_mask, lengths, max_seqlens, bias)
+        rows = (attention_mask, lengths, padded, max_seqlens)
+        sizes, biases = self._check_call(*tensors[:2], layout, mask, rows, bias)
         if is_autocast(tensors[0]):
             tensors = tuple(map(to_autocast, tensors))
         path = attention_path(
@@ -249,7 +262,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
         if path.chunked:
-            padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
             scores |= biases | {"softcap": softcap, "padded": padded, "max_seqlens": max_seqlens}
             run, attn_mask = partial(self._by_chunks, sizes=sizes, path=path, **scores), None
         else:
@@ -330,16 +342,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         key: torch.Tensor,
         layout: str,
         mask: str,
-        attention_mask: AttentionMask,
-        lengths: tuple[torch.Tensor | None, torch.Tensor | None],
-        max_seqlens: tuple[int | None, int | None],
+        rows: tuple[AttentionMask, Pair, Pair, Bounds],
         bias: tuple[str, torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[Sizes, dict[str, torch.Tensor | None]]:
-        """The sizes of the sequences, and what is added to their scores: bias (its type, its tensor, the slopes)."""
+        """The sizes of the sequences, and what is added to their scores: bias (its type, its tensor, the slopes). rows:
+        the mask, the cumulative lengths, the rows where sequences begin, the bounds of the lengths."""
         op, device, (kind, added, slopes) = "DotProductAttention", query.device, bias
+        attention_mask, lengths, padded, max_seqlens = rows
         if layout == "thd":
             options = {"bias": kind, "dropout": self._dropout(), "on_cuda": query.is_cuda}
-            check_packed(op, mask, lengths, max_seqlens, **options)
+            check_packed(op, mask, lengths, padded, max_seqlens, **options)
             sizes = Sizes(len(lengths[0]) - 1, (query.shape[0], key.shape[0]), device, layout)
         else:
             seq_dim = 0 if layout == "sbhd" else 1
@@ -382,9 +394,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         sizes: Sizes,
         path: AttentionPath,
         attention_mask: AttentionMask,
-        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
-        padded: tuple[torch.Tensor | None, torch.Tensor | None],
-        max_seqlens: tuple[int | None, int | None],
+        cu_seqlens: Pair,
+        padded: Pair,
+        max_seqlens: Bounds,
         bias_kind: str,
         bias: torch.Tensor | None,
         slopes: torch.Tensor | None,
@@ -425,7 +437,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _sink(self, device: torch.device) -> torch.Tensor | None:
         if self.softmax_type == "off-by-one":
-            return torch.zeros(self.num_attention_heads, device=device)
+            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
         return self.softmax_offset.float() if self.softmax_type == "learnable" else None
 
     def _attend(

@@ -2,6 +2,9 @@
 // checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head.
 #include "ops/attention_call.h"
 
+#include <cmath>
+#include <initializer_list>
+
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
 #include "ops/attention_chunked.h"
@@ -94,32 +97,86 @@ void check_lengths(const AttentionCall& call, AttentionRow place, const char* na
                     call.q.device(), like.defined() ? ", as long as 'cu_seqlens_q'." : ".");
 }
 
-void check_per_head(const OptionalTensor& t, const char* name, const AttentionCall& call, bool by_sequence) {
+void check_per_head(const OptionalTensor& t, const char* name, const AttentionCall& call) {
   if (!t.has_value()) return;
-  const bool fits = (t->dim() == 1 || (by_sequence && t->dim() == 2)) && t->sym_size(-1) == call.q.sym_size(-2) &&
-                    t->scalar_type() == at::kFloat && t->device() == call.q.device();
+  const bool fits = t->dim() == 1 && t->sym_size(0) == call.q.sym_size(-2) && t->scalar_type() == at::kFloat &&
+                    t->device() == call.q.device();
   TORCH_CHECK_VALUE(fits, kOp, ": argument '", name, "' is ", t->scalar_type(), " ", t->sym_sizes(), " on ",
                     t->device(), ", wanted float32 [", call.q.sym_size(-2), "] on ", call.q.device(),
                     ", one for each head of 'q'.");
 }
 
+void check_slopes(const AttentionCall& call) {
+  if (!call.slopes.has_value() || call.slopes->dim() != 2) return check_per_head(call.slopes, "alibi_slopes", call);
+  const Tensor& t = *call.slopes;
+  const c10::SymInt sequences =
+      call.packed ? call.rows[kLengthsQ].sym_size(0) - 1 : call.q.sym_size(call.batch_first ? 0 : 1);
+  const bool fits = t.sym_size(0) == sequences && t.sym_size(1) == call.q.sym_size(-2) &&
+                    t.scalar_type() == at::kFloat && t.device() == call.q.device();
+  TORCH_CHECK_VALUE(fits, kOp, ": argument 'alibi_slopes' is ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device(),
+                    ", wanted float32 [", call.q.sym_size(-2), "] or [", sequences, ", ", call.q.sym_size(-2), "] on ",
+                    call.q.device(), ".");
+}
+
+// Tensors of a batch: [b, s], or [1 or b, 1 or h, 1 or s, s_kv] for those of scores.
+void check_dense(const AttentionCall& call) {
+  const int64_t batch_dim = call.batch_first ? 0 : 1;
+  const c10::SymInt batch = call.q.sym_size(batch_dim), heads = call.q.sym_size(2);
+  const c10::SymInt seq = call.q.sym_size(1 - batch_dim), seq_kv = call.k.sym_size(1 - batch_dim);
+  const auto check = [&](const Tensor& t, const char* name, bool floats, std::initializer_list<c10::SymInt> sizes) {
+    if (!t.defined()) return;
+    const bool scores = sizes.size() == 4;
+    bool fits = t.dim() == static_cast<int64_t>(sizes.size()) && t.device() == call.q.device() &&
+                (floats ? t.is_floating_point() : t.scalar_type() == at::kBool);
+    int64_t dim = 0;
+    for (const c10::SymInt& size : sizes) {
+      fits = fits && (t.sym_size(dim) == size || (scores && dim < 3 && t.sym_size(dim) == 1));
+      ++dim;
+    }
+    TORCH_CHECK_VALUE(fits, kOp, ": argument '", name, "' is ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device(),
+                      ", wanted ", floats ? "floating point " : "bool ", c10::SymIntArrayRef(sizes),
+                      scores ? " (or 1 in place of the first three)" : "", " on ", call.q.device(), ".");
+  };
+  check(call.rows[kMask], "mask", false, {batch, heads, seq, seq_kv});
+  check(call.rows[kPresentQ], "present_q", false, {batch, seq});
+  check(call.rows[kPresentKv], "present_kv", false, {batch, seq_kv});
+  check(call.bias.value_or(Tensor()), "bias", true, {batch, heads, seq, seq_kv});
+  const char* const names[] = {"cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"};
+  for (int i = 0; i < 4; ++i) {
+    TORCH_CHECK_VALUE(!call.rows[kLengthsQ + i].defined(), kOp, ": argument '", names[i],
+                      "' is given for sequences in a batch, wanted None; pass present_q and present_kv, or layout "
+                      "'thd'.");
+  }
+}
+
+void check_numbers(const AttentionCall& call) {
+  TORCH_CHECK_VALUE(std::isfinite(call.softcap) && call.softcap >= 0.0, kOp, ": argument 'softcap' is ", call.softcap,
+                    ", wanted a finite number above 0, or 0 for none.");
+  TORCH_CHECK_VALUE(std::isfinite(call.scale), kOp, ": argument 'scale' is ", call.scale, ", wanted a finite number.");
+  TORCH_CHECK_VALUE(std::isfinite(call.bias_scale), kOp, ": argument 'bias_scale' is ", call.bias_scale,
+                    ", wanted a finite number.");
+  TORCH_CHECK_VALUE(call.left >= -1 && call.right >= -1, kOp, ": argument 'window' is (", call.left, ", ", call.right,
+                    "), wanted numbers of keys, or -1 for all.");
+}
+
 void check_arguments(const AttentionCall& call) {
   check_heads(call);
-  check_per_head(call.slopes, "alibi_slopes", call, true);
-  check_per_head(call.sink, "sink", call, false);
   if (call.packed) {
     check_lengths(call, kLengthsQ, "cu_seqlens_q", {});
     check_lengths(call, kLengthsKv, "cu_seqlens_kv", call.rows[kLengthsQ]);
     if (call.rows[kStartsQ].defined()) check_lengths(call, kStartsQ, "cu_seqlens_q_padded", call.rows[kLengthsQ]);
     if (call.rows[kStartsKv].defined()) check_lengths(call, kStartsKv, "cu_seqlens_kv_padded", call.rows[kLengthsQ]);
+    const bool of_dense = call.bias.has_value() || call.rows[kMask].defined() || call.rows[kPresentQ].defined() ||
+                          call.rows[kPresentKv].defined();
+    TORCH_CHECK_VALUE(!of_dense, kOp,
+                      ": arguments 'bias', 'mask' and 'present' are given for packed sequences, wanted None; a bias "
+                      "that is a tensor needs sequences in a batch.");
+  } else {
+    check_dense(call);
   }
-  const bool of_dense = call.bias.has_value() || call.rows[kMask].defined() || call.rows[kPresentQ].defined() ||
-                        call.rows[kPresentKv].defined();
-  TORCH_CHECK_VALUE(!(call.packed && of_dense), kOp,
-                    ": arguments 'bias', 'mask' and 'present' are given for packed sequences, wanted None; a bias that "
-                    "is a tensor needs sequences in a batch.");
-  TORCH_CHECK_VALUE(call.softcap >= 0.0, kOp, ": argument 'softcap' is ", call.softcap,
-                    ", wanted a number above 0, or 0 or None for none.");
+  check_slopes(call);
+  check_per_head(call.sink, "sink", call);
+  check_numbers(call);
 }
 
 Three attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
