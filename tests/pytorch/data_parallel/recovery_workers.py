@@ -33,17 +33,17 @@ class Fails(torch.autograd.Function):
 class Ladder(torch.nn.Module):
     """Weights of ones: the gradient of each is a whole number. fails: the layer before which a backward ends."""
 
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(WIDTH, WIDTH, bias=False, device=here()) for _ in range(LAYERS)
+            torch.nn.Linear(WIDTH, WIDTH, bias=False, device=here()) for _ in range(layers)
         )
         for p in self.parameters():
             torch.nn.init.eye_(p)
         self.fails = None
 
-    def forward(self, x, until=LAYERS):
-        for i, layer in enumerate(self.layers[:until]):
+    def forward(self, x, until=None, since=0):
+        for i, layer in enumerate(self.layers[since:until], since):
             x = layer(Fails.apply(x) if i == self.fails else x)
         return x
 
@@ -65,7 +65,8 @@ def own_gradients(ddp):
 def step(ddp, value):
     """Gradients of `value` everywhere, on each rank."""
     ddp.zero_grad_buffer()
-    ddp(torch.full((1, WIDTH), value, device=here())).sum().backward()
+    x = torch.full((1, WIDTH), value, device=here(), dtype=next(ddp.module.parameters()).dtype)
+    ddp(x).sum().backward()
     ddp.finish_grad_sync()
     got = own_gradients(ddp)
     assert (got == value).all(), got
@@ -74,7 +75,8 @@ def step(ddp, value):
 def fail(ddp, layer):
     ddp.zero_grad_buffer()
     ddp.module.fails = layer
-    raised(ZeroDivisionError, lambda: ddp(torch.ones(1, WIDTH, device=here())).sum().backward())
+    x = torch.ones(1, WIDTH, device=here(), dtype=next(ddp.module.parameters()).dtype)
+    raised(ZeroDivisionError, lambda: ddp(x).sum().backward())
     ddp.module.fails = None
 
 
@@ -87,6 +89,23 @@ def ended_backward(rank, ranks):
             fail(ddp, layers[rank % 2])
             step(ddp, 3.0)
             step(ddp, 2.0)
+
+
+def ended_backward_of_ordered_sums(rank, ranks):
+    """A backward waits for no sum of another rank, whose backward has ended before it or has skipped it."""
+    for options in (ORDERED, {"reduce_scatter_with_fp32_accumulation": True}):
+        for sharded, find_unused in ((False, False), (True, False), (True, True)):
+            module = Ladder(8).to(torch.float32 if options is ORDERED else torch.bfloat16)
+            ddp = made(sharded, module=module, find_unused_parameters=find_unused, **options)
+            step(ddp, 1.0)
+            for layers in ((1, 7), (6, 1)):
+                fail(ddp, layers[rank % 2])
+                step(ddp, 3.0)
+            if find_unused:
+                ddp.zero_grad_buffer()
+                x = torch.ones(1, WIDTH, device=here(), dtype=next(module.parameters()).dtype)
+                ddp(x, *((None, 5) if rank else (5,))).sum().backward()  # no step
+                step(ddp, 2.0)
 
 
 def ended_first_backward(rank, ranks):
@@ -288,6 +307,7 @@ CASES = {
     call.__name__: call
     for call in (
         ended_backward,
+        ended_backward_of_ordered_sums,
         ended_first_backward,
         ended_backward_of_an_optimizer,
         first_step_held_back,

@@ -213,18 +213,28 @@ def test_gradients_are_scaled_once_and_waited_for(monkeypatch, sharded, ordered,
             assert own[: 8 * 16].unique().tolist() == [2.0 if average else 1.0]
 
 
-def test_at_most_two_ordered_sums_are_in_flight(monkeypatch):
-    comm = FakeCommunicator()
-    ddp = wrapped(monkeypatch, comm, ladder(5), **SHARDED, reproducible=True)
-    for _ in range(2):
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("way", ["slow host", "fast host", "device"])
+def test_scratch_memory_of_ordered_sums(monkeypatch, sharded, way):
+    """Two of them have it at most, unless a wait inside of a backward would block the host. Collectives start in one
+    order on fast and on slow ranks."""
+    comm = FakeCommunicator(is_fast=way == "fast host")
+    monkeypatch.setattr(FakeCommunicator, "blocks_host", lambda *_: way != "device")
+    options = {**SHARDED, "use_distributed_optimizer": sharded}
+    ddp = wrapped(monkeypatch, comm, ladder(5), **options, reproducible=True)
+    for _ in range(3):
         ddp.zero_grad_buffer()
         comm.log.clear()
         most = 0
         for i in reversed(range(5)):
             backward(ddp, [i])
             most = max(most, len(comm.in_flight()))
+        waits = [what for what, *_ in comm.log if what == "wait"]
         ddp.finish_grad_sync()
-    assert most == 2 and not comm.in_flight()
+        kinds = [kind for what, kind, _ in comm.log if what == "start"]
+        assert way == "device" or kinds == ["exchange"] * 5 + ["gather"] * (0 if sharded else 5)
+    assert most == {"slow host": 5, "fast host": 1, "device": 2}[way] and not comm.in_flight()
+    assert bool(waits) == (way != "slow host")
 
 
 def test_no_sync_holds_back_every_group_and_restores_them(monkeypatch):

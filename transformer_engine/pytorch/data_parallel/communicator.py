@@ -61,7 +61,13 @@ class Communicator:
 
     def scales(self, device: torch.device) -> bool:
         """Whether a sum may be multiplied inside of the collective."""
-        return self.size > 1 and device.type == "cuda" and "nccl" in str(dist.get_backend_config(self.group))
+        return self.size > 1 and not self.blocks_host(device)
+
+    def blocks_host(self, device: torch.device) -> bool:
+        """Whether wait() of a collective waits on the host, not on the stream."""
+        if self.size == 1:
+            return False
+        return device.type != "cuda" or "nccl" not in str(dist.get_backend_config(self.group))
 
     def premultiplied_sum(self, factor: float) -> Any:
         return make_nccl_premul_sum(factor)

@@ -3,8 +3,9 @@ here in the order of the ranks, in float32, and rounded once.
 
 - Factor: the bucket's gradient_scaling_factor. It goes into the collective where the backend takes one without a loss
   (AVG, or a premultiplied sum of NCCL); else the gradients are multiplied before it.
-- Sums in the order of the ranks are scaled after the sum. At most two of them are in flight, so that their scratch
-  memory is that of two buckets."""
+- Sums in the order of the ranks are scaled after the sum. At most two of them have scratch memory. Where a wait blocks
+  the host, that holds for those whose slices have come: a backward waits for no other rank, which may start its part
+  only after its own backward has raised."""
 
 from __future__ import annotations
 
@@ -32,14 +33,24 @@ class Reduction:
         config = self.config
         narrow = bucket.grad_data.dtype.itemsize < 4
         if config.reproducible or (config.reduce_scatter_with_fp32_accumulation and narrow):
-            while len(self._ordered) >= _IN_FLIGHT:
-                self._ordered.popleft().wait()
+            self._make_room(comm, bucket.grad_data.device)
             self._ordered.append(_OrderedSum(bucket, comm, all_reduce))
             return self._ordered[-1]
         op = self._prepared(bucket, comm)
         if all_reduce:
             return comm.all_reduce(bucket.grad_data, op)
         return comm.reduce_scatter(bucket.own_shard(bucket.grad_data), bucket.grad_data, op)
+
+    def _make_room(self, comm: Communicator, device: torch.device) -> None:
+        if not comm.blocks_host(device):
+            while len(self._ordered) >= _IN_FLIGHT:
+                self._ordered.popleft().wait()
+            return
+        while self._ordered and self._ordered[0].end is not None:
+            self._ordered.popleft()
+        for each in self._ordered:
+            if each.added_up is None and each.work.is_completed():
+                each.add_up()
 
     def _prepared(self, bucket: Bucket, comm: Communicator) -> object:
         """The collective's operation, with the factor in it or in the gradients."""
@@ -68,7 +79,7 @@ def _is_exact(factor: float, dtype: torch.dtype) -> bool:
 
 
 class _OrderedSum:
-    """Slices of every rank come here, and are summed when it is waited for."""
+    """Slices of every rank come here, and are summed when it is waited for, or before it."""
 
     def __init__(self, bucket: Bucket, comm: Communicator, all_reduce: bool) -> None:
         self.bucket, self.comm, self.all_reduce = bucket, comm, all_reduce
@@ -77,17 +88,27 @@ class _OrderedSum:
             self.sent = data.new_zeros(-(-data.numel() // comm.size) * comm.size)
             self.sent[: data.numel()] = data
         self.received = None if comm.size == 1 else torch.empty_like(self.sent)
-        self.work: Work = Done(data.device) if comm.size == 1 else comm.all_to_all(self.received, self.sent)
-        self.sum: Work | None = None
+        self.work: dist.Work | Done = Done(data.device) if comm.size == 1 else comm.all_to_all(self.received, self.sent)
+        self.added_up: Done | None = None
+        self.end: Work | None = None
 
     @torch.no_grad()
     def wait(self) -> None:
-        """The first call makes the sum, on its stream; others wait for it."""
-        if self.sum is None:
+        """The first call ends the sum, on its stream; others wait for it."""
+        if self.end is None:
+            self.add_up().wait()
+            self._share()
+            self.end = Done(self.bucket.grad_data.device)
+        self.end.wait()
+
+    @torch.no_grad()
+    def add_up(self) -> Done:
+        """Makes this rank's slice of the sum, once, and starts no collective. Returns the end of that on its stream."""
+        if self.added_up is None:
             self.work.wait()
             self._make_sum()
-            self.sum = Done(self.bucket.grad_data.device)
-        self.sum.wait()
+            self.added_up = Done(self.bucket.grad_data.device)
+        return self.added_up
 
     def _make_sum(self) -> None:
         comm, factor, data = self.comm, self.bucket.gradient_scaling_factor, self.bucket.grad_data
@@ -104,10 +125,13 @@ class _OrderedSum:
             total.add_(part)
         if factor != 1.0:
             total.mul_(factor)
-        own = self.sent.view(comm.size, -1)[comm.rank]
-        own.copy_(total)
-        if self.all_reduce:
-            comm.all_gather(self.sent, own).wait()
-            if self.sent is not data:
-                data.copy_(self.sent[: data.numel()])
-        self.sent = self.received = None
+        self.sent.view(comm.size, -1)[comm.rank].copy_(total)
+        self.received = None
+
+    def _share(self) -> None:
+        """Every rank gets the slices of all of them, where it is not sharded."""
+        data, sent, self.sent = self.bucket.grad_data, self.sent, None
+        if self.all_reduce and self.comm.size > 1:
+            self.comm.all_gather(sent, sent.view(self.comm.size, -1)[self.comm.rank]).wait()
+            if sent is not data:
+                data.copy_(sent[: data.numel()])
