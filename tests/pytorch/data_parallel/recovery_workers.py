@@ -190,6 +190,38 @@ def held_back_on_one_rank(rank, ranks):
     assert "no_sync() on ranks [1]" in text and "the same on all ranks" in text, text
 
 
+def a_part_that_is_wrapped_again(rank, ranks):
+    """The earlier wrapper leaves whole weights, and raises by name from then on, as its optimizer does."""
+    ddp = made(True, overlap_param_gather=True, debug=True)
+    optimizer = DistributedOptimizer(fused_sgd(ddp.module.parameters()), ddp)
+    optimizer.zero_grad()
+    x = torch.ones(1, WIDTH, device=here())
+    ddp(x).sum().backward()
+    optimizer.step()
+    module = ddp.module
+    later = DistributedDataParallel(DistributedDataParallelConfig(), module.layers[2])
+    assert all(p.isfinite().all() for p in module.parameters())
+    before = [p.clone() for p in module.parameters()]
+    calls = {
+        "forward()": lambda: ddp(x),
+        "zero_grad_buffer()": ddp.zero_grad_buffer,
+        "start_grad_sync()": ddp.start_grad_sync,
+        "finish_grad_sync()": ddp.finish_grad_sync,
+        "enable_forward_pre_hook()": ddp.enable_forward_pre_hook,
+        "zero_grad() of a DistributedOptimizer": optimizer.zero_grad,
+        "step() of a DistributedOptimizer": optimizer.step,
+        "DistributedOptimizer": lambda: DistributedOptimizer(fused_sgd(module.parameters()), ddp),
+    }
+    for name, call in calls.items():
+        text = raised(RuntimeError, call)
+        assert f": {name} was called" in text and "'layers.2.weight' was wrapped again" in text, text
+    later.zero_grad_buffer()
+    later(x).sum().backward()
+    later.finish_grad_sync()
+    assert (module.layers[2].weight.main_grad == 1.0).all()
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before))
+
+
 def flag_of_one_rank(rank, ranks):
     """found_inf is set on one rank, and None on the other."""
     for make in (fused_adam, fused_sgd, adamw, sgd):
@@ -312,6 +344,7 @@ CASES = {
         ended_backward_of_an_optimizer,
         first_step_held_back,
         held_back_on_one_rank,
+        a_part_that_is_wrapped_again,
         flag_of_one_rank,
         nan_of_a_tensor_parallel_rank,
         nan_that_is_raised_later,

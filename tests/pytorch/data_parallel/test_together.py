@@ -141,7 +141,7 @@ def test_a_second_wrapper_counts_alone(delete, sharded):
         assert (module[0].weight.main_grad != 0).any() and (layer.weight.main_grad != 0).any()
     assert all(count == 1 for group in ddp.bucket_groups for count in group.expected.values())
     if held is not None:
-        with refused(RuntimeError, ".weight'", "another main_grad"):
+        with refused(RuntimeError, ".weight'", "wrapped again"):
             held.zero_grad_buffer()
 
 

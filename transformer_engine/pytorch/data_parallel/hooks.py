@@ -120,11 +120,13 @@ def _after_backward_dw(gates: Sequence[weakref.ref[Gate]]) -> Callable[[], None]
 class WeightHooks:
     """Hooks in front of everything that reads weights of a module. A module waits for its own parameters and for those
     of children that are never called themselves. gates: removed with these hooks, or before, when the wrapper is
-    deleted: weights that are not gathered yet are waited for all the same."""
+    deleted: weights that are not gathered yet are waited for all the same. wrapped_again: a parameter that a later
+    wrapper holds."""
 
     def __init__(self, module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> None:
         self.forward_handles: list[Any] = []
         self.gates: list[Any] = []
+        self.wrapped_again: torch.Tensor | None = None
         self._handles: list[Any] = []
         self._groups = {part: _groups(_read_by(part), group_of) for part in module.modules()}
         self._groups = {part: groups for part, groups in self._groups.items() if groups}
@@ -147,7 +149,13 @@ class WeightHooks:
             gate.remove()
         self.gates.clear()
 
-    def remove(self) -> None:
+    def finish_gathers(self) -> None:
+        for groups in self._groups.values():
+            for group in groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def remove(self, wrapped_again: torch.Tensor) -> None:
+        self.wrapped_again = wrapped_again
         self.remove_gates()
         self.disable_forward()
         for handle in self._handles:

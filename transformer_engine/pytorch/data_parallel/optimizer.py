@@ -97,6 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The gradients in the wrappers' buffers become 0: a step begins. set_to_none changes nothing: main_grad stays
         where it is, and .grad is None."""
+        self._check_wrappers("zero_grad()")
         for ddp in self.ddps:
             ddp._drop_complete_step()
             ddp.zero_grad_buffer()
@@ -107,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One step of all groups. Returns the norm of the unscaled gradients before clipping, float32 on the device.
         closure runs first. grad_scaler: torch's GradScaler passes itself; unscale_() is not to be called before, as
         this step unscales and clips."""
+        self._check_wrappers("step()")
         for ddp in self.ddps:
             ddp._raise_for_nan()
         if stream_captures():
@@ -126,6 +128,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {norm.device: noop}
         self._run(noop, clip_factor(norm, self.clip_grad, inv_scale))
         return norm
+
+    def _check_wrappers(self, call: str) -> None:
+        for ddp in self.ddps:
+            ddp._check_is_current(f"{call} of a DistributedOptimizer")
 
     def _sum_sequence_parallel(self) -> None:
         """Gradients of which each tensor-parallel rank has the sum over its own tokens. The ranks have the same
@@ -220,6 +226,8 @@ def _checked_wrappers(ddps: Any) -> list[DistributedDataParallel]:
                 f"{OP}: argument 'ddps' has a {type(wrapper).__name__}, wanted a DistributedDataParallel or a list of "
                 "them."
             )
+    for wrapper in wrappers:
+        wrapper._check_is_current(OP)
     if not wrappers:
         raise ValueError(f"{OP}: argument 'ddps' is empty, wanted one DistributedDataParallel at least.")
     if any(wrapper.config != wrappers[0].config for wrapper in wrappers):

@@ -80,12 +80,11 @@ class DistributedDataParallel(torch.nn.Module):
         self._expert_comm = self._comm
         if expert_process_group is not None:
             self._expert_comm = Communicator("expert_process_group", expert_process_group)
-        ensure_params_ready(module.parameters())  # of an earlier wrapper
+        for earlier in _hooks_there(module.parameters()):  # all of it: the hooks that would wait are removed
+            earlier.finish_gathers()
         plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
-        for known in {_hooks_of[p] for p in plan.params if p in _hooks_of}:
-            earlier = known()
-            if earlier is not None:
-                earlier.remove()
+        for earlier, param in _hooks_there(plan.params).items():
+            earlier.remove(param)
         self.module = module
         self.use_forward_hook = config.overlap_param_gather and config.use_distributed_optimizer
         if config.overlap_param_gather and not self.use_forward_hook:
@@ -155,13 +154,25 @@ class DistributedDataParallel(torch.nn.Module):
         if torch.compiler.is_compiling():
             break_graph(_COMPILED)  # an error that is traced would be dropped
             raise RuntimeError(_COMPILED)
+        self._check_is_current("forward()")
         return self.module(*args, **kwargs)
+
+    def _check_is_current(self, call: str) -> None:
+        """Raises RuntimeError where a parameter belongs to a later wrapper: no gradient would come here."""
+        param = self._hooks.wrapped_again
+        if param is not None:
+            name = self.param_to_bucket_group[param].names[param]
+            raise RuntimeError(
+                f"{OP}: {call} was called on a wrapper whose parameter '{name}' was wrapped again, wanted the later "
+                "wrapper; for the other parameters make one around the whole module, and its optimizer."
+            )
 
     # ---- weights ----
 
     def enable_forward_pre_hook(self) -> None:
         """Each forward of a part of the module waits for its own weights. RuntimeError where the hooks are there, or
         where the configuration has no overlapped gather."""
+        self._check_is_current("enable_forward_pre_hook()")
         if not self.use_forward_hook:
             raise RuntimeError(
                 f"{OP}: enable_forward_pre_hook() was called with use_forward_hook=False, wanted a configuration with "
@@ -244,6 +255,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts the reduction of all gradients that are not being reduced yet, complete or not."""
+        self._check_is_current("start_grad_sync()")
         with self._order.lock:
             self._order.start_rest()
 
@@ -253,6 +265,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         Errors: RuntimeError for parameters whose gradients are missing, for force_all_reduce after a reduction into
         shards, and with check_for_nan_in_grad, on all ranks, for a gradient that is not finite."""
+        self._check_is_current("finish_grad_sync()")
         self._raise_for_nan()
         was_reduced = self._is_reduced
         self._finish_grad_sync(force_all_reduce)
@@ -365,6 +378,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         Errors: RuntimeError while complete gradients are being reduced, for a step that other ranks do not leave, and
         for parameters that were frozen, thawed or moved since the wrapping."""
+        self._check_is_current("zero_grad_buffer()")
         self._raise_for_nan()
         self._check_parameters()
         self._leave_partial_step()
@@ -481,6 +495,16 @@ def _check_arguments(config: object, module: object, disable_bucketing: object, 
             f"{OP}: argument 'calculate_per_token_loss' is True with average_in_collective=True, wanted one of them: "
             "gradients of a loss per token are summed."
         )
+
+
+def _hooks_there(params: Iterable[torch.Tensor]) -> dict[WeightHooks, torch.Tensor]:
+    """Those of wrappers that are there, each with the first of these parameters that it holds."""
+    found: dict[WeightHooks, torch.Tensor] = {}
+    for p in params:
+        hooks = _hooks_of[p]() if p in _hooks_of else None
+        if hooks is not None:
+            found.setdefault(hooks, p)
+    return found
 
 
 def ensure_params_ready(params: Iterable[torch.Tensor]) -> None:
