@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import here
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -222,6 +223,25 @@ def a_part_that_is_wrapped_again(rank, ranks):
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before))
 
 
+def a_damped_step_after_a_load(rank, ranks):
+    """Also on a rank whose gradients were zeros in the first step."""
+    runs = []
+    for loads in (False, True):
+        ddp = made(True, module=Ladder(2), bucket_size=None)  # of a bucket of two layers each rank has one
+        sgd = te.optimizers.FusedSGD(ddp.module.parameters(), lr=0.5, momentum=0.5, dampening=0.5)
+        optimizer = DistributedOptimizer(sgd, ddp)
+        for number in range(3):
+            optimizer.zero_grad()
+            zero = 0.0 if number == 0 else 1.0
+            ddp.module.layers[0].weight.register_hook(lambda grad, zero=zero: grad * zero)
+            ddp(torch.ones(1, WIDTH, device=here())).sum().backward()
+            optimizer.step()
+            if loads:
+                optimizer.load_state_dict(optimizer.state_dict())
+        runs.append(list(ddp.state_dict().values()))
+    assert all(torch.equal(p, q) for p, q in zip(*runs)), runs
+
+
 def flag_of_one_rank(rank, ranks):
     """found_inf is set on one rank, and None on the other."""
     for make in (fused_adam, fused_sgd, adamw, sgd):
@@ -345,6 +365,7 @@ CASES = {
         first_step_held_back,
         held_back_on_one_rank,
         a_part_that_is_wrapped_again,
+        a_damped_step_after_a_load,
         flag_of_one_rank,
         nan_of_a_tensor_parallel_rank,
         nan_that_is_raised_later,

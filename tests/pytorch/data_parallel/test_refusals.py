@@ -310,42 +310,6 @@ def test_weights_of_modules_that_are_not_called():
     optimizer.step()
 
 
-def test_fused_sgd_goes_on_without_a_first_step():
-    def made():
-        ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(1, 4))
-        sgd = te.optimizers.FusedSGD(ddp.module.parameters(), lr=0.5, momentum=0.9, dampening=0.5)
-        return ddp, DistributedOptimizer(sgd, ddp)
-
-    def step(ddp, optimizer):
-        ddp.zero_grad_buffer()
-        for p in ddp.module.parameters():
-            p.main_grad.fill_(1.0)
-            ddp.param_to_bucket_group[p].register_grad_ready(p)
-        optimizer.step()
-
-    ddp, optimizer = made()
-    step(ddp, optimizer)
-    other, loaded = made()
-    other.module.load_state_dict(ddp.module.state_dict())
-    loaded.load_state_dict(optimizer.state_dict())
-    step(ddp, optimizer)
-    step(other, loaded)
-    for p, q in zip(ddp.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_counts_of_torchs_adam():
-    ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(1, 4))
-    optimizer = DistributedOptimizer(te.optimizers.FusedAdam(ddp.module.parameters()), ddp)
-    state = optimizer.state_dict()
-    for its in state["param_groups"]:
-        its.pop("step", None)
-    for its in state["state"].values():
-        its["step"] = torch.tensor(7.0)
-    optimizer.load_state_dict(state)
-    assert [int(step) for step in optimizer._steps.steps] == [7]
-
-
 def test_groups_of_fp8_weights():
     """Other weights join the last group of FP8 weights, unless they have bucket_size elements."""
 

@@ -164,10 +164,13 @@ class AdamSteps(Steps):
 
 
 class SGDSteps(Steps):
+    """A momentum that no step has written is -0.0, also in files and in other shards: reduced gradients, which begin as
+    0.0, are never -0.0 all over."""
+
     def __init__(self, optimizer: FusedSGD, shards: list[list[Shard]], device: torch.device) -> None:
         super().__init__(optimizer, shards, device)
         self.states = [[self._state(shard, group) for shard in own] for group, own in zip(self.param_groups, shards)]
-        self._is_first = True
+        self._may_be_first = True
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
         return self.states[number][index]
@@ -176,39 +179,51 @@ class SGDSteps(Steps):
         return {MOMENTUM: param.dtype} if self.param_groups[number]["momentum"] else {}
 
     def _state(self, shard: Shard, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {MOMENTUM: torch.zeros_like(shard.weight)} if group["momentum"] else {}
+        return {MOMENTUM: torch.full_like(shard.weight, -0.0)} if group["momentum"] else {}
 
     def load_state(self, number: int, index: int, name: str, value: Any) -> None:
         super().load_state(number, index, name, value)
-        self._is_first = False
+        self._may_be_first = True
 
     def begin(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
         super().begin(noop, clip)
         # With a buffer of zeros a first step differs from others by its missing dampening alone.
-        damped = any(group["momentum"] and group["dampening"] for group in self.param_groups)
-        self._first_run = damped and self._is_first
-        skipped = self._first_run and bool(float(noop))
-        self._is_first = self._is_first and (skipped or not damped)
+        if self._may_be_first:
+            damped = any(group["momentum"] and group["dampening"] for group in self.param_groups)
+            self._may_be_first = damped and self._is_untouched()
+
+    def _is_untouched(self) -> bool:
+        """Waits on the host."""
+        buffers = [state[MOMENTUM] for own in self.states for state in own if state]
+        return all(bool(((buffer == 0) & buffer.signbit()).all()) for buffer in buffers)
 
     def run(self, chosen: set[int] | None) -> None:
         for number, group in enumerate(self.param_groups):
             picked = self._chosen(number, chosen)
             grads = [self.shards[number][i].gradient for i in picked]
             scale_gradients(grads, self.clip)
+            weights = [self.shards[number][i].weight for i in picked]
             buffers = [self.states[number][i][MOMENTUM] for i in picked] if group["momentum"] else []
             optimizer_sgd(
-                grads,
-                [self.shards[number][i].weight for i in picked],
+                [_laid_out(grad, weight) for grad, weight in zip(grads, weights)],
+                weights,
                 buffers,
                 lr=float(group["lr"]),
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 dampening=group["dampening"],
                 nesterov=group["nesterov"],
-                first_run=self._first_run,
+                first_run=self._may_be_first,
                 wd_after_momentum=self.optimizer.wd_after_momentum,
                 noop=self.noop,
             )
+
+
+def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """In the order of the weight's memory, such as channels_last: main_grad is contiguous."""
+    if gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
 class TorchSteps(Steps):
@@ -328,4 +343,16 @@ def steps_of(optimizer: Any, shards: list[list[Shard]], device: torch.device) ->
             f"{OP}: argument 'optimizer' is a {type(optimizer).__name__} without float32 masters of weights that are "
             "held in FP8, wanted FusedAdam(master_weights=True)."
         )
+    if kind is not TorchSteps:
+        for shard in (shard for own in shards for shard in own):
+            _check_no_gaps(shard, optimizer)
     return kind(optimizer, shards, device)
+
+
+def _check_no_gaps(shard: Shard, optimizer: Any) -> None:
+    like = torch.empty_like(shard.weight, device="meta")
+    if shard.weight.stride() != like.stride():
+        raise ValueError(
+            f"{OP}: parameter '{shard.group.names[shard.param]}' has strides {shard.weight.stride()}, wanted "
+            f"{like.stride()}, without gaps, for {type(optimizer).__name__}; make it contiguous before the wrapping."
+        )

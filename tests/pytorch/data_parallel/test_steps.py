@@ -1,0 +1,111 @@
+# Steps by one process, in which collectives do nothing, beside the optimizer alone.
+import pytest
+import torch
+from ranks import here
+from support import refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.data_parallel import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+)
+
+from .fake import ladder
+
+Config = DistributedDataParallelConfig
+SHARDS = pytest.mark.parametrize("sharded", [False, True])
+
+
+def step(ddp, optimizer, x):
+    optimizer.zero_grad()
+    ddp(x).square().sum().backward()
+    optimizer.step()
+
+
+def step_alone(module, optimizer, x):
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+
+
+def wrapped(module, make, sharded):
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=sharded), module)
+    return ddp, DistributedOptimizer(make(module.parameters()), ddp)
+
+
+@SHARDS
+@pytest.mark.parametrize("loads", [(0,), (1,), (0, 1, 2)])
+def test_a_load_changes_no_damped_step(sharded, loads):
+    """The first step of a momentum is not damped: after a load as without it, and after a step that was skipped."""
+
+    def sgd(params):
+        return te.optimizers.FusedSGD(params, lr=0.25, momentum=0.5, dampening=0.5)
+
+    module, alone = ladder(2, 4).to(here()), ladder(2, 4).to(here())
+    alone.load_state_dict(module.state_dict())
+    (ddp, optimizer), its_optimizer = wrapped(module, sgd, sharded), sgd(alone.parameters())
+    for number in range(3):
+        x = torch.full((1, 4), 1.0 + number, device=here())
+        if number in loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.found_inf = torch.ones(1, device=here())
+        step(ddp, optimizer, x)
+        optimizer.found_inf = None
+        step(ddp, optimizer, x)
+        step_alone(alone, its_optimizer, x)
+        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p, q), f"step {number}: {p}, wanted {q}"
+
+
+OPTIMIZERS = {
+    "FusedAdam": lambda params: te.optimizers.FusedAdam(params, lr=0.25),
+    "FusedSGD": lambda params: te.optimizers.FusedSGD(params, lr=0.25, momentum=0.5),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.25, foreach=False),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, foreach=False),
+}
+
+
+@SHARDS
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_weight_in_another_order_of_memory(sharded, name):
+    """channels_last, whose main_grad is contiguous: steps and states are those of the optimizer alone."""
+    make = OPTIMIZERS[name]
+    module, alone = (torch.nn.Conv2d(3, 4, 3, bias=False).to(here(), memory_format=torch.channels_last) for _ in "ab")
+    alone.load_state_dict(module.state_dict())
+    (ddp, optimizer), its_optimizer = wrapped(module, make, sharded), make(alone.parameters())
+    for _ in range(3):
+        x = torch.randn(2, 3, 4, 4, device=here())
+        step_alone(alone, its_optimizer, x)
+        optimizer.zero_grad()
+        module.weight.main_grad.copy_(alone.weight.grad)
+        ddp.param_to_bucket_group[module.weight].register_grad_ready(module.weight)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert torch.equal(module.weight, alone.weight)
+        if not sharded:
+            assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    its = its_optimizer.state[alone.weight]
+    for key, value in optimizer.state_dict()["state"][0].items():
+        if not sharded and key in its:
+            assert torch.equal(value, its[key].view_as(value)), key
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+def test_weights_with_gaps(name):
+    module = torch.nn.Linear(4, 4, bias=False)
+    module.weight = torch.nn.Parameter(torch.randn(4, 8)[:, ::2])
+    with refused(ValueError, "'weight'", "(8, 2)", "(4, 1)", name):
+        wrapped(module, OPTIMIZERS[name], False)
+
+
+def test_counts_of_torchs_adam():
+    ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), ladder(1, 4))
+    optimizer = DistributedOptimizer(te.optimizers.FusedAdam(ddp.module.parameters()), ddp)
+    state = optimizer.state_dict()
+    for its in state["param_groups"]:
+        its.pop("step", None)
+    for its in state["state"].values():
+        its["step"] = torch.tensor(7.0)
+    optimizer.load_state_dict(state)
+    assert [int(step) for step in optimizer._steps.steps] == [7]
