@@ -297,6 +297,23 @@ def nan_that_is_raised_later(rank, ranks):
         assert "rank 0" in text and "not finite" in text, text
 
 
+def nan_that_was_raised(rank, ranks):
+    """finish_grad_sync() raises, and step() skips; the next step's NaN is raised again."""
+    ddp = made(True, check_for_nan_in_grad=True)
+    optimizer = DistributedOptimizer(fused_adam(ddp.module.parameters()), ddp)
+    for _ in range(2):
+        for early in (True, False):
+            optimizer.zero_grad()
+            factor = torch.nan if rank == 1 else 1.0
+            (ddp(torch.ones(1, WIDTH, device=here())) * factor).sum().backward()
+            before = {n: p.clone() for n, p in ddp.state_dict().items()}
+            if early:
+                assert "rank 1" in raised(RuntimeError, ddp.finish_grad_sync)
+            optimizer.step()
+            assert all(torch.equal(p, before[n]) for n, p in ddp.state_dict().items())
+        assert "rank 1" in raised(RuntimeError, optimizer.zero_grad)
+
+
 def branches(rank, ranks):
     """Ranks skip different parts of the forward: gathers and reductions have one order all the same."""
     ddp = made(True, overlap_param_gather=True, find_unused_parameters=True)
@@ -369,6 +386,7 @@ CASES = {
         flag_of_one_rank,
         nan_of_a_tensor_parallel_rank,
         nan_that_is_raised_later,
+        nan_that_was_raised,
         branches,
         several_process_groups,
         counts_of_absent_shards,

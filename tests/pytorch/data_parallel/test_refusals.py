@@ -274,6 +274,9 @@ def test_optimizers():
     optimizer.found_inf = True
     with refused(TypeError, "'found_inf'", "True", "tensor"):
         optimizer.step()
+    optimizer.found_inf = torch.zeros(2)
+    with refused(ValueError, "'found_inf'", "[2]", "one element"):
+        optimizer.step()
     with refused(NotImplementedError, "add_param_group()"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
@@ -360,3 +363,23 @@ def test_quantized_weights_that_are_not_sharded():
     with refused(NotImplementedError, "'weight'", "IdentityTensor", "use_distributed_optimizer=False"):
         DistributedDataParallel(Config(use_distributed_optimizer=True), module)
     assert not hasattr(module.bias, "main_grad")
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_fp8_weights_of_two_dtypes(fp32):
+    """Their gradients have one dtype. The module and an earlier wrapper of a part stay as they were."""
+    with te.quantized_model_init(enabled=True):
+        dtypes = torch.bfloat16, torch.float32
+        layers = [te.Linear(32, 32, bias=False, device="cpu", params_dtype=dtype) for dtype in dtypes]
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(32, 32, bias=False))
+    earlier = DistributedDataParallel(Config(), module[2])
+    main_grad = module[2].weight.main_grad
+    if fp32:
+        assert len(DistributedDataParallel(Config(grad_reduce_in_fp32=True), module).buffers) == 2
+        return
+    with refused(ValueError, "'1.weight' and '0.weight'", "float32 and torch.bfloat16", "grad_reduce_in_fp32=True"):
+        DistributedDataParallel(Config(), module)
+    assert not hasattr(module[0].weight, "main_grad") and module[2].weight.main_grad is main_grad
+    earlier.zero_grad_buffer()
+    earlier(torch.ones(1, 32)).sum().backward()
+    assert (main_grad == 1.0).all()

@@ -1,5 +1,8 @@
 # Data parallelism together with compiled layers, recomputation, and a weight that a product accumulates itself and that
 # is used plainly too. One process: collectives are those of one rank, hooks and counts are the same.
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,6 +146,48 @@ def test_a_second_wrapper_counts_alone(delete, sharded):
     if held is not None:
         with refused(RuntimeError, ".weight'", "wrapped again"):
             held.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_files_of_a_module_with_a_wrapper_in_it(sharded, depth):
+    """The names are those of the wrapped module, as in the wrapper's own file."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **OVERLAPPED)
+    inner = torch.nn.Sequential(te.LayerNormLinear(16, 16, device="cpu"), torch.nn.BatchNorm1d(16))
+    ddp = DistributedDataParallel(config, inner)
+    outer = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "body": ddp})
+    prefix = "body."
+    for _ in range(depth - 1):
+        outer, prefix = torch.nn.ModuleList([outer]), f"0.{prefix}"
+    saved = copy.deepcopy(outer.state_dict())
+    assert {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} == set(ddp.state_dict())
+    with torch.no_grad():
+        for p in outer.parameters():
+            p.zero_()
+    assert str(outer.load_state_dict(saved)) == "<All keys matched successfully>"
+    for name, value in outer.state_dict().items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, saved[name]), name
+    saved[f"{prefix}more"] = torch.zeros(1)
+    del saved[f"{prefix}0.weight"]
+    with refused(RuntimeError, f'{prefix}module.more"', f'{prefix}module.0.weight"'):
+        outer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("call", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_of_a_wrapper(call):
+    """Refused; a copy of the module is one as any other."""
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), ladder(2))
+    with refused(TypeError, "was copied or pickled", "copy.deepcopy(ddp.module)", "ensure_params_ready"):
+        call(ddp)
+    te.distributed.ensure_params_ready(ddp.module.parameters())
+    module = copy.deepcopy(ddp.module)
+    for p, q in zip(module.parameters(), ddp.module.parameters()):
+        assert torch.equal(p, q) and p.data_ptr() != q.data_ptr()
+    again = DistributedDataParallel(DistributedDataParallelConfig(), module)
+    again.zero_grad_buffer()
+    again(torch.ones(1, 16)).sum().backward()
+    assert all((p.main_grad != 0).any() for p in module.parameters())
+    assert not any((p.main_grad != 0).any() for p in ddp.module.parameters())
 
 
 def test_a_module_without_its_wrapper_has_gradients_as_any_other():

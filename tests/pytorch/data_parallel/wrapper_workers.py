@@ -1,5 +1,6 @@
 # Workers of test_wrapper.py: each case by itself, so that one that fails does not end the others.
 import contextlib
+import copy
 import itertools
 
 import torch
@@ -107,10 +108,12 @@ def gathers(rank, ranks, overlap, debug):
             module.state_dict()
         else:
             ensure_params_ready(module.parameters())
+            module = copy.deepcopy(module)
         values = {name: 2.0 * value for name, value in values.items()}
         for name, p in module.named_parameters():
             assert torch.equal(p, values[name]), f"step {step}: {name}"
     assert ddp.state_dict().keys() == module.state_dict().keys()
+    assert module is not ddp.module
 
 
 def broadcasts(rank, ranks, sharded):

@@ -54,6 +54,8 @@ def plan_of(
             one_bucket=disable_bucketing or not config.overlap_grad_reduce,
             high_busbw=config.pad_buckets_for_high_nccl_busbw,
         )
+        if not disable_bucketing:
+            _check_fp8_buffers(layouts, specs)
         result.append(Plan(params, names, layouts))
         return [("config", str(config)), *((s.name, str((tuple(p.shape), *s[1:6]))) for s, p in zip(specs, params))]
 
@@ -111,6 +113,23 @@ def _check(params: list[torch.nn.Parameter], names: dict, config: DistributedDat
             f"{OP}: argument 'module' has parameters that {', '.join(captured)} was captured with, wanted the wrapping "
             "before make_graphed_callables(); call its reset(), wrap, and capture again."
         )
+
+
+def _check_fp8_buffers(layouts: list[BufferLayout], specs: list[ParamSpec]) -> None:
+    """One buffer at most has FP8 weights, whose groups others join; dense parameters and experts apart."""
+    first: dict[bool, BufferLayout] = {}
+    for layout in layouts:
+        if layout.param_dtype is not torch.uint8:
+            continue
+        other = first.setdefault(layout.expert, layout)
+        if other is not layout:
+            (one, dtype), (its, its_dtype) = (
+                (specs[next(each.slots).param].name, each.grad_dtype) for each in (other, layout)
+            )
+            raise ValueError(
+                f"{OP}: parameters '{one}' and '{its}' are held in FP8 with gradients of {dtype} and {its_dtype}, "
+                "wanted one dtype of them; give grad_reduce_in_fp32=True."
+            )
 
 
 def _check_overlaps(params: list[torch.nn.Parameter], names: dict) -> None:

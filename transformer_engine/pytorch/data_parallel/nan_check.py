@@ -36,12 +36,18 @@ class NanCheck:
 
 class NanReport:
     """The norms of one step, which later measurements leave alone. flag: > 0 on the device where one of any rank is not
-    finite. where: this rank in words. gather: what every rank brings, in the same order on each of them."""
+    finite. where: this rank in words. gather: what every rank brings, in the same order on each of them. was_raised:
+    this rank has raised an error for this step before."""
 
     def __init__(
-        self, checks: Sequence[NanCheck], flag: torch.Tensor, where: str, gather: Callable[[Any], list[Any]]
+        self,
+        checks: Sequence[NanCheck],
+        flag: torch.Tensor,
+        where: str,
+        gather: Callable[[Any], list[Any]],
+        was_raised: bool = False,
     ) -> None:
-        self.flag, self.where, self.gather = flag, where, gather
+        self.flag, self.where, self.gather, self.was_raised = flag, where, gather, was_raised
         self.measured = [pair for check in checks for pair in zip(check.buckets, check.norms)]
         self.is_open = True
 
@@ -59,7 +65,10 @@ class NanReport:
         is_open, self.is_open = self.is_open, False
         if not is_open or not float(self.flag):
             return
-        where, bucket, name = next(place for places in self.gather(self.found()) for place in places)
+        found = self.gather(self.found())
+        if self.was_raised:
+            return
+        where, bucket, name = next(place for places in found for place in places)
         raise RuntimeError(
             f"{OP}: the gradient of parameter '{name}' in bucket {bucket} of {where} is not finite before it is "
             "reduced."

@@ -153,6 +153,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"DistributedOptimizer: attribute 'found_inf' is {found!r}, wanted None or a tensor of one element: "
                 "set torch.tensor(1.0) on the device of the parameters."
             )
+        if found is not None and found.numel() != 1:
+            raise ValueError(
+                f"DistributedOptimizer: attribute 'found_inf' has shape {list(found.shape)}, wanted one element: set "
+                "found_inf.amax()."
+            )
         nan = [flag for ddp in self.ddps if (flag := ddp._nan_flag()) is not None]
         flags = torch.zeros(3, dtype=torch.float64, device=device)
         if found is not None or grad_scaler is not None or nan:
@@ -167,7 +172,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """float32 [1] on the device, 1 where the step is skipped on all ranks. flags: of all of them."""
         checks = [check for ddp in self.ddps for check in ddp._nan_checks]
         if checks:
-            report = NanReport(checks, flags[2], self._norm.where(), self._norm.all_gather_object)
+            was_raised = any(ddp._nan_was_raised for ddp in self.ddps)
+            report = NanReport(checks, flags[2], self._norm.where(), self._norm.all_gather_object, was_raised)
             for ddp in self.ddps:
                 ddp._nan_report = report
         is_requested = (flags[1:] > 0).any()

@@ -86,6 +86,7 @@ class DistributedDataParallel(torch.nn.Module):
         for earlier, param in _hooks_there(plan.params).items():
             earlier.remove(param)
         self.module = module
+        self.register_load_state_dict_pre_hook(_name_as_saved)
         self.use_forward_hook = config.overlap_param_gather and config.use_distributed_optimizer
         if config.overlap_param_gather and not self.use_forward_hook:
             warnings.warn(
@@ -95,6 +96,7 @@ class DistributedDataParallel(torch.nn.Module):
             )
         self.overlap_param_gather_with_optimizer_step = False
         self._nan_report: NanReport | None = None
+        self._nan_was_raised = False  # by finish_grad_sync(), in this step
         self._steps = 0  # that were reduced or left: the same on all ranks
         self._timeline: Timeline | None = None
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
@@ -272,6 +274,7 @@ class DistributedDataParallel(torch.nn.Module):
         flag = None if was_reduced else self._nan_flag()
         if flag is not None:
             self._comm.all_reduce(flag, torch.distributed.ReduceOp.MAX).wait()
+            self._nan_was_raised = bool(flag)
             where = f"rank {self._comm.rank}"
             NanReport(self._nan_checks, flag, where, self._comm.all_gather_object).raise_once()
 
@@ -381,6 +384,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._check_is_current("zero_grad_buffer()")
         self._raise_for_nan()
         self._check_parameters()
+        self._nan_was_raised = False
         self._leave_partial_step()
         for group in self._groups:
             group.reset()
@@ -473,6 +477,13 @@ class DistributedDataParallel(torch.nn.Module):
         """For te.memory_plan."""
         return memory_of_buffers(self._all_buffers)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{OP}: the wrapper was copied or pickled, which its collectives do not allow, wanted copies and files of "
+            "the module in it: te.distributed.ensure_params_ready(ddp.module.parameters()), copy.deepcopy(ddp.module), "
+            "and a wrapper of the copy."
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
@@ -495,6 +506,12 @@ def _check_arguments(config: object, module: object, disable_bucketing: object, 
             f"{OP}: argument 'calculate_per_token_loss' is True with average_in_collective=True, wanted one of them: "
             "gradients of a loss per token are summed."
         )
+
+
+def _name_as_saved(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Of a wrapper in another module, whose state dict has the names of the wrapped module: without 'module.'."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
 
 
 def _hooks_there(params: Iterable[torch.Tensor]) -> dict[WeightHooks, torch.Tensor]:
