@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from transformer_engine.pytorch.data_parallel.flat_shard import FlatShard
 from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimizer
 
 WIDTH = 256
@@ -19,6 +20,9 @@ LAWS = {
     "remainders": (True, False, {"store_param_remainders": True}, lambda ranks: 6 + 10 / ranks),
     "bf16 moments": (
         True, False, {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}, lambda ranks: 6 + 8 / ranks
+    ),
+    "FP8 moments": (
+        True, False, {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}, lambda ranks: 6 + 6 / ranks
     ),
     "FP8 weights": (True, True, {}, lambda ranks: 6 + 12 / ranks),
 }  # fmt: skip
@@ -63,6 +67,8 @@ def memory(rank):
         steps = optimizer._steps
         for shard in (s for own in optimizer._shards for s in own):
             tensors += [*steps.keeper.state[shard.weight].values(), *([shard.weight] if fp8 else [])]
+        for state in (*optimizer.state.values(), *optimizer.optimizer.state.values()):
+            tensors += [getattr(t, "local", t) for t in state.values() if isinstance(t, torch.Tensor | FlatShard)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         found[name] = rows, sum(storages.values()) / count, law(dist.get_world_size()), any(alive)
     return found

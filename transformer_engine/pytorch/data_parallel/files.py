@@ -14,8 +14,9 @@ from transformer_engine.pytorch.data_parallel.shards import OP, Shard, bucket_gr
 _STEP = "step"
 
 
-def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """Of every parameter that a wrapper holds, also of those without a shard here."""
+def states_by_parameter(optimizer: Any, *, kept: bool = False) -> dict[torch.Tensor, dict[str, Any]]:
+    """Of every parameter that a wrapper holds, also of those without a shard here. kept: as they are in memory, without
+    a copy; else as they are saved: states of 8 and 16 bits are float32 then."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
     steps, held = optimizer._steps, bucket_groups_of(optimizer.ddps)
     for number, group in enumerate(optimizer._steps.param_groups):
@@ -23,7 +24,7 @@ def states_by_parameter(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
         for p in filter(held.__contains__, group["params"]):
             if p in local:
                 shard = optimizer._shards[number][local[p]]
-                state = steps.state_of(number, local[p])
+                state = (steps.kept_of if kept else steps.state_of)(number, local[p])
                 found[p] = {name: _as_saved(shard, value) for name, value in state.items()}
             else:
                 found[p] = {
@@ -92,7 +93,7 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
         optimizer._steps.load_state(number, i, name, value)
     for param, value in todo_counts:
         optimizer._steps.load_count(param, value)
-    optimizer.state.update(states_by_parameter(optimizer))
+    optimizer.state.update(states_by_parameter(optimizer, kept=True))
 
 
 def _count_of(op: str, group: Any, states: Any) -> int:

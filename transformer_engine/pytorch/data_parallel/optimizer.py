@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._summed = marked if tp_group is not None and ranks_of(OP, "tp_group", tp_group) > 1 else []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list itself: groups are those that a scheduler writes
-        self.state = defaultdict(dict, files.states_by_parameter(self))
+        self.state = defaultdict(dict, files.states_by_parameter(self, kept=True))
         self.by_group = bool(overlap_param_gather_with_optimizer_step)
         if self.by_group:
             self._overlap_gathers()

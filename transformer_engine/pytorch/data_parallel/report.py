@@ -93,7 +93,8 @@ def memory_of_states(optimizer: Any) -> Iterator[HeldMemory]:
     for number, shards in enumerate(optimizer._shards):
         for i, shard in enumerate(shards):
             name = shard.group.names[shard.param]
-            for state, value in optimizer._steps.kept_of(number, i).items():
+            scales = {f"scale of {state}": scale for state, scale in optimizer._steps.scales_of(number, i).items()}
+            for state, value in {**optimizer._steps.kept_of(number, i), **scales}.items():
                 if isinstance(value, torch.Tensor):
                     yield HeldMemory(f"{name}: {state}", value, "optimizer")
 

@@ -60,8 +60,12 @@ class Steps:
         raise NotImplementedError
 
     def kept_of(self, number: int, index: int) -> dict[str, Any]:
-        """The state as it is kept, for reports of memory."""
+        """The state in the dtypes that it has in memory: no copy."""
         return self.state_of(number, index)
+
+    def scales_of(self, number: int, index: int) -> dict[str, torch.Tensor]:
+        """Of states that are kept scaled."""
+        return {}
 
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
         """The keys of state_of for a parameter of that group: name -> dtype."""
@@ -122,9 +126,11 @@ class AdamSteps(Steps):
 
     def kept_of(self, number: int, index: int) -> dict[str, Any]:
         shard = self.shards[number][index]
-        scales = {f"scale of {name}": scale for name, scale in self.keeper._scales.get(shard.weight, {}).items()}
         master = {MASTER: shard.weight} if shard.is_fp8 else {}
-        return {**self.keeper.state[shard.weight], **scales, **master}
+        return {**self.keeper.state[shard.weight], **master}
+
+    def scales_of(self, number: int, index: int) -> dict[str, torch.Tensor]:
+        return self.keeper._scales.get(self.shards[number][index].weight, {})
 
     def names_of(self, number: int, param: torch.Tensor) -> dict[str, torch.dtype | None]:
         kept = self.keeper._kept(param)
