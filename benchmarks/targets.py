@@ -97,6 +97,21 @@ def _moe():
     ):
         yield from _targets("17", op, "bf16", shape, direction, {"GB/s": rate})
     yield from _targets("27", "router", "fp32", "8192x128x8", "forward", {"us": 25})
+    # Forward and backward at 430 and 400, 610 and 560 TFLOP/s.
+    few_wide, many_narrow = "8192x4096x14336x8x2", "8192x2048x768x128x8"
+    for experts, rates, eager, compiled in (
+        (many_narrow, (430, 409), 1.10, 1.0),
+        (few_wide, (610, 576), 1.03, 0.99),
+    ):
+        yield from _targets("27", "moe_mlp", "bf16", experts, "forward", {"TFLOP/s": rates[0]})
+        bounds = {"TFLOP/s": rates[1], f"x {EAGER}": eager, f"x {COMPILE}": compiled}
+        yield from _targets("27", "moe_mlp", "bf16", experts, step, bounds)
+        yield from _targets("27", "moe_mlp_zipf", "bf16", experts, step, {"x own even": 1 / 1.12})
+    yield from _targets("27", "moe_mlp_block", "fp8", few_wide, step, {f"x {OWN}": 1.15})
+    yield from _targets("27", "moe_mlp_block", "fp8", many_narrow, step, {f"x {OWN}": 0.90})
+    yield from _targets("27", "moe_mlp_block_cached", "fp8", many_narrow, step, {f"x {OWN}": 1.05})
+    for experts, bound in (("64x128x128x8x2", 350), ("64x128x128x128x8", 450)):
+        yield from _targets("27", "moe_mlp_host", "bf16", experts, step, {"us": bound})
     large, many = "8x16384x28672x4096", "128x65536x1536x2048"
     for op, dtype, experts, rate in (
         ("grouped_linear", "bf16", large, 680),

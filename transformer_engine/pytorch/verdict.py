@@ -64,6 +64,13 @@ def split_verdict(device: torch.device | str | int | None = None) -> SplitVerdic
     return SplitVerdict(*_C.split_counters(resolve_device(device)).tolist())
 
 
+def split_gate(device: torch.device | str | int | None = None) -> torch.Tensor:
+    """float32 [] on the device: 1 where one of the counts is above 0, else 0. Pass it as the `found_inf` of FusedAdam
+    and torch's fused optimizers, which then skip the step. Nothing waits; reset_split_verdict() comes before the
+    step."""
+    return _C.split_counters(resolve_device(device)).view(torch.int32).any().float()
+
+
 def reset_split_verdict(device: torch.device | str | int | None = None) -> None:
     """Sets the counts to 0, in order with the current stream."""
     _C.split_counters(resolve_device(device)).zero_()

@@ -7,7 +7,7 @@ from support import assert_same_bits, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.moe import GroupedMLP, MoEMLP
-from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_gate, split_verdict
 
 from .cases import FFN, HIDDEN, in_parts
 
@@ -73,6 +73,18 @@ def test_parts_one_after_the_other_count_once(device):
     twin = in_parts(ours)
     assert cut_in(device, lambda: ours(x, splits)) == cut_in(device, lambda: twin(x, splits)) == BAD
     assert_same_bits(twin(x, splits), ours(x, splits))
+
+
+def test_the_gate_is_up_after_bad_splits(device):
+    ours = te.GroupedLinear(3, HIDDEN, FFN, params_dtype=BF16, device=device)
+    x = randn(ROWS, HIDDEN, dtype=BF16, device=device)
+    for splits, wanted in ([3, 2, 5], 0), ([3, -2, 5], 1), ([3, 2, 9], 1), ([3, -2, 9], 1):
+        reset_split_verdict(device)
+        ours(x, torch.tensor(splits, device=device))
+        gate = split_gate(device)
+        assert (gate.dtype, gate.shape, gate.device, float(gate)) == (torch.float32, (), x.device, wanted)
+    reset_split_verdict(device)
+    assert gate == 1 and split_gate(device) == 0  # each is a tensor of its own
 
 
 def test_parameters_assigned_to_a_module_on_meta(device):
