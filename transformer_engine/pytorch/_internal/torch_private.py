@@ -67,6 +67,11 @@ def group_timeout(group: object, device: torch.device) -> object:  # 2.9 - 2.15
     return group._get_backend(device).options._timeout
 
 
+def current_raw_stream(device: torch.device) -> int:  # 2.9 - 2.15
+    """The handle of a GPU's current stream, without an object of it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 def cuda_sleep(cycles: int) -> None:  # 2.9 - 2.15
     torch.cuda._sleep(cycles)
 

@@ -68,6 +68,7 @@ class ParamAndGradBuffer:
             self._place(param, slot.start, slot.end)
         self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
         self._grad_bytes = self.grad_data.untyped_storage().nbytes()
+        self.is_offloaded = False  # the gradients' memory is away; gates read it
 
     @torch.no_grad()
     def _place(self, param: torch.nn.Parameter, start: int, end: int) -> None:
@@ -127,15 +128,13 @@ class ParamAndGradBuffer:
                 f"{OP}: {call} was called while the gradients' memory is away, wanted restore_grad_buffers() before it."
             )
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self._grad_bytes > 0 and self.grad_data.untyped_storage().nbytes() == 0
-
     def offload_grads(self) -> None:
         """Frees the memory of the gradients; the views stay."""
         self.grad_data.untyped_storage().resize_(0)
+        self.is_offloaded = self._grad_bytes > 0
 
     def restore_grads(self) -> None:
         """Gives the gradients memory again, of zeros, behind the same views."""
         self.grad_data.untyped_storage().resize_(self._grad_bytes)
+        self.is_offloaded = False
         self.grad_data.zero_()

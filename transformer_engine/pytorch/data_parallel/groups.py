@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import torch
 
+from transformer_engine.pytorch._internal.torch_private import current_raw_stream
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
 from transformer_engine.pytorch.data_parallel.communicator import Done, Work
@@ -41,6 +42,9 @@ class BucketGroup:
         self.params_list = [p for bucket in self.buckets for p in bucket.params_list]
         self.params = set(self.params_list)
         self.param_to_bucket = {p: bucket for bucket in self.buckets for p in bucket.params_list}
+        self.number_of = {p: i for i, p in enumerate(self.params_list)}
+        self._buffers = [self.param_to_bucket[p].buffer for p in self.params_list]
+        self.device = first.device
         self.is_last_microbatch = True
         self.order: DispatchOrder | None = None
         self.chain: GatherChain | None = None
@@ -51,7 +55,7 @@ class BucketGroup:
         self.expected: dict[torch.Tensor, int] | None = None
         self._works: list[Work] = []
         self._whole = not self.is_sharded  # whether the gradients are reduced as a whole, not into shards
-        self._streams: set[torch.cuda.Stream] = set()
+        self._streams: set[int] = set()  # on which gradients were made, by torch's raw handles
         self._begin_count()
         # Weights.
         self.version = self._gathered_version = 0
@@ -68,8 +72,8 @@ class BucketGroup:
 
     def _begin_count(self) -> None:
         """left: how often parameters are still to be ready; how often they were, while it is measured."""
-        self._left = dict.fromkeys(self.params_list, 0) if self.expected is None else dict(self.expected)
-        self._total = sum(self._left.values())
+        self._left = [0] * len(self.params_list) if self.expected is None else list(self.expected.values())
+        self._total = sum(self._left)
         self.is_counted = False  # a gradient of a synchronized backward is there
         self.is_held_back = False  # one of a backward under no_sync() is there
 
@@ -109,23 +113,35 @@ class BucketGroup:
     def register_grad_ready(self, param: torch.Tensor) -> None:
         """A gradient of param is in main_grad. Counts in the last microbatch alone; the group whose last parameter this
         is starts its collective, when those before it in the common order have started."""
-        self.check_accumulates(param)
+        number = self.number_of[param]
+        self.check_takes(number)
+        self.count_ready(number)
+
+    def check_takes(self, number: int) -> None:
+        """check_accumulates() of a parameter by its place in params_list: gates call it once a parameter, and a hash of
+        a tensor is a call of Python."""
+        if self.state is not GradState.ACCUMULATING or self._buffers[number].is_offloaded:
+            self.check_accumulates(self.params_list[number])
+
+    def count_ready(self, number: int) -> None:
+        """register_grad_ready() after check_takes()."""
         if not self.is_last_microbatch:
             self.is_held_back = True
             return
         self.is_counted = True
         if not self.config.overlap_grad_reduce:
             return
-        if param.is_cuda:
-            self.note_producer(torch.cuda.current_stream(param.device))
+        if self.device.type == "cuda":
+            self.note_producer(current_raw_stream(self.device))
         if self.expected is None:
-            self._left[param] += 1
+            self._left[number] += 1
             if self.order is not None:
                 self.order.note(self)
             return
-        self._left[param] -= 1
+        self._left[number] -= 1
         self._total -= 1
-        if self._left[param] < 0 and not self.config.find_unused_parameters:
+        if self._left[number] < 0 and not self.config.find_unused_parameters:
+            param = self.params_list[number]
             raise RuntimeError(
                 f"{OP}: parameter '{self.names[param]}' is ready {self.expected[param] + 1} times, wanted "
                 f"{self.expected[param]} as in the first step; no_sync() around all microbatches but the last."
@@ -136,14 +152,14 @@ class BucketGroup:
             else:
                 self.start_grad_sync()
 
-    def note_producer(self, stream: torch.cuda.Stream) -> None:
+    def note_producer(self, stream: int) -> None:
         """A gradient of the group is made on that stream: its reduction waits for it."""
         self._streams.add(stream)
 
     def is_ready(self) -> bool:
         if self.expected is None or self._total > 0:
             return False
-        return not self.config.find_unused_parameters or all(left <= 0 for left in self._left.values())
+        return not self.config.find_unused_parameters or all(left <= 0 for left in self._left)
 
     def unready(self) -> list[str]:
         """Names of parameters whose gradients are missing from a backward that was synchronized."""
@@ -152,8 +168,8 @@ class BucketGroup:
         if self.config.find_unused_parameters:
             return []
         if self.expected is None:
-            return [self.names[p] for p, count in self._left.items() if not count]
-        return [self.names[p] for p, left in self._left.items() if left > 0]
+            return [self.names[p] for p, count in zip(self.params_list, self._left) if not count]
+        return [self.names[p] for p, left in zip(self.params_list, self._left) if left > 0]
 
     @property
     def is_partial(self) -> bool:
@@ -161,10 +177,10 @@ class BucketGroup:
         be: ranks use different parameters, and all of them have to give the same answer."""
         if self.state is GradState.REDUCED or self.expected is None:
             return False
-        return self.config.find_unused_parameters or any(left > 0 for left in self._left.values())
+        return self.config.find_unused_parameters or any(left > 0 for left in self._left)
 
     def counts(self) -> list[int]:
-        return [self._left[p] for p in self.params_list]
+        return list(self._left)
 
     def expect(self, counts: Sequence[int]) -> None:
         """From now on parameters are ready so often in a step."""
@@ -197,10 +213,11 @@ class BucketGroup:
 
     def _wait_for_producers(self) -> None:
         """Orders the current stream after every stream on which a gradient was made."""
-        for stream in self._streams:
-            current = torch.cuda.current_stream(stream.device)
-            if stream != current:
-                current.wait_stream(stream)
+        if not self._streams:
+            return
+        current = torch.cuda.current_stream(self.device)
+        for stream in self._streams - {current.cuda_stream}:
+            current.wait_stream(_stream_of(stream, self.device))
         self._streams.clear()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
@@ -313,6 +330,11 @@ class BucketGroup:
         if stream not in self._ordered_streams:
             gathered.wait()
             self._ordered_streams.add(stream)
+
+
+def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """0 is the default stream, for which ExternalStream would make another one."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
 def unready_sentence(missing: Sequence[str], among: int) -> str:

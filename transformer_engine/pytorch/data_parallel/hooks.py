@@ -21,44 +21,49 @@ class Gate:
     """Adds param.grad to main_grad, drops it, and counts the parameter as ready."""
 
     def __init__(self, param: torch.nn.Parameter, group: BucketGroup) -> None:
-        self.param, self.group = param, group
+        self.param, self.group, self.number = param, group, group.number_of[param]
         self.is_delayed = bool(getattr(param, "skip_backward_post_hook", False))
         # Nothing else holds the node between forwards.
         self.node = torch.autograd.graph.get_gradient_edge(param).node
-        self.handle = self.node.register_hook(_after_accumulation(param, group, self.is_delayed))
+        self.handle = self.node.register_hook(_after_accumulation(param, group, self.number, self.is_delayed))
 
     def remove(self) -> None:
         self.handle.remove()
 
     def ready(self) -> None:
         """A gradient came outside of autograd's accumulator."""
-        _take(self.param, self.group)
-        _count(self.param, self.group)
+        _take(self.param, self.number, self.group)
+        _count(self.number, self.group)
 
 
-def _after_accumulation(param: torch.nn.Parameter, group: BucketGroup, is_delayed: bool) -> Callable[..., None]:
+def _after_accumulation(
+    param: torch.nn.Parameter, group: BucketGroup, number: int, is_delayed: bool
+) -> Callable[..., None]:
     def hook(*_: object) -> None:
-        _take(param, group)
-        if not is_delayed:  # backward_dw() counts it: autograd is here before, with nothing
-            _count(param, group)
+        _take(param, number, group)
+        _count(number, group)
 
-    return hook
+    def delayed_hook(*_: object) -> None:
+        """Autograd is here before backward_dw(), which counts the parameter, with nothing or with another gradient."""
+        if param.grad is not None:
+            _take(param, number, group)
+
+    return delayed_hook if is_delayed else hook
 
 
-def _count(param: torch.nn.Parameter, group: BucketGroup) -> None:
+def _count(number: int, group: BucketGroup) -> None:
     if group.order is None:
-        group.register_grad_ready(param)
+        group.count_ready(number)
         return
     with group.order.lock:
-        group.register_grad_ready(param)
+        group.count_ready(number)
 
 
-@torch.no_grad()
-def _take(param: torch.nn.Parameter, group: BucketGroup) -> None:
+def _take(param: torch.nn.Parameter, number: int, group: BucketGroup) -> None:
+    group.check_takes(number)
     grad = param.grad
     if grad is None:
         return
-    group.check_accumulates(param)
     if grad.layout is not torch.strided:
         raise ValueError(
             f"{OP}: the gradient of parameter '{group.names[param]}' has layout {grad.layout}, wanted a dense one; "
@@ -66,13 +71,8 @@ def _take(param: torch.nn.Parameter, group: BucketGroup) -> None:
         )
     # A dummy stands for a gradient that is in main_grad; frameworks that wait for it say so by these marks.
     if not getattr(param, "grad_added_to_main_grad", False) or getattr(param, "zero_out_wgrad", False):
-        param.main_grad.add_(grad)
+        param.main_grad.add_(grad.detach() if grad.requires_grad else grad)
     param.grad = None
-
-
-def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """0 is the default stream, for which ExternalStream would make another one."""
-    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
 class Producers:
@@ -83,7 +83,7 @@ class Producers:
         def note(param: torch.Tensor, stream: int) -> None:
             group = group_of.get(param)
             if group is not None and param.is_cuda:
-                group.note_producer(_stream_of(stream, param.device))
+                group.note_producer(stream)
 
         self._note = note
         _C.add_ready_callback(note)
