@@ -20,6 +20,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 MASTER = "master_param"
 MOMENTUM = "momentum_buffer"
+_FLOAT = torch.float32
 _ADAM_OPTIONS = (
     "adam_w_mode",
     "master_weights",
@@ -83,6 +84,8 @@ class Steps:
 
     def cast_fp8(self, group: BucketGroup) -> None:
         """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole afterwards."""
+        if not group.fp8_weights:
+            return
         local = {shard.param: shard for own in self.shards for shard in own if shard.is_fp8 and shard.group is group}
         stepped = {p for param_group in self.param_groups for p in param_group["params"]}
         weights = [p for p in group.fp8_weights if p in stepped]  # the same on all ranks
@@ -118,6 +121,7 @@ class AdamSteps(Steps):
                     continue
                 for name in ("exp_avg", "exp_avg_sq"):  # the weight is its master
                     self.keeper.set_scaled_state(shard.weight, name, torch.zeros_like(shard.weight))
+        self._found: dict[tuple, dict] = {}  # of _tensors
 
     def state_of(self, number: int, index: int) -> dict[str, Any]:
         shard = self.shards[number][index]
@@ -144,19 +148,27 @@ class AdamSteps(Steps):
             self.keeper.set_scaled_state(shard.weight, name, value)
 
     def run(self, chosen: set[int] | None) -> None:
-        keeper = self.keeper
         for number, (group, step) in enumerate(zip(self.param_groups, self.steps)):
-            lists: dict[torch.dtype | None, _C.AdamLists] = {}
+            lists = []
+            for master, tensors in self._tensors(number, chosen).items():
+                lists.append(_C.AdamLists(OP, self.keeper.exp_avg_dtype, self.keeper.exp_avg_sq_dtype, master, _FLOAT))
+                lists[-1].add(*tensors, None)
+            self._run_lists(group, step, lists)
+
+    def _tensors(self, number: int, chosen: set[int] | None) -> dict[torch.dtype | None, tuple[list, list, list, list]]:
+        """Weights, gradients, states and their scales, by the masters' dtype: the same objects in every step."""
+        key = number, None if chosen is None else frozenset(chosen)
+        if key not in self._found:
+            found: dict[torch.dtype | None, tuple[list, list, list, list]] = {}
             for i in self._chosen(number, chosen):
-                shard = self.shards[number][i]
-                state = keeper.state[shard.weight]
-                master = state[MASTER].dtype if MASTER in state else None
-                if master not in lists:
-                    dtypes = keeper.exp_avg_dtype, keeper.exp_avg_sq_dtype, master, torch.float32
-                    lists[master] = _C.AdamLists(OP, *dtypes)
-                scales = keeper._scales.get(shard.weight)
-                lists[master].add([shard.weight], [shard.gradient], [state], [scales], None)
-            self._run_lists(group, step, list(lists.values()))
+                weight = self.shards[number][i].weight
+                state = self.keeper.state[weight]
+                one = weight, self.shards[number][i].gradient, state, self.keeper._scales.get(weight)
+                lists = found.setdefault(state[MASTER].dtype if MASTER in state else None, ([], [], [], []))
+                for each, value in zip(lists, one):
+                    each.append(value)
+            self._found[key] = found
+        return self._found[key]
 
     def _run_lists(self, group: Mapping[str, Any], step: torch.Tensor, lists: list[_C.AdamLists]) -> None:
         lr, lr_tensor = group["lr"], None
