@@ -28,6 +28,7 @@ FUNCTIONS = {
 
 def step(call, parameters, x, live, stash=None, counts=None):
     """Gradients of x and the parameters, through two groups; tokens after the live ones have no gradient."""
+    torch.manual_seed(5)  # of the outputs' gradients
     leaf = x.clone().requires_grad_()
     for p in parameters:
         p.grad = None
@@ -98,3 +99,13 @@ def test_targets_of_two_dimensions_are_kept_whole(device):
 
     with made(device) as stash:
         agree(call, [weight], randn(8, WIDTH, device=device, dtype=torch.bfloat16), None, count(8, device), stash)
+
+
+def test_values_of_tokens_leave_with_their_rows(device):
+    """Of a norm: its input, a row for each token, and one float32 for each."""
+    norm = te.RMSNorm(WIDTH, device=device).to(torch.bfloat16)
+    with made(device) as stash:
+        with stash.group("norm", count(LIVE, device)):
+            y = norm(randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_() * 1)
+        assert report(stash)["live_bytes"] == LIVE * (2 * WIDTH + 4)
+        del y
