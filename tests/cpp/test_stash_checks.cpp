@@ -277,6 +277,7 @@ TEST(StashRefuses, BadMembers) {
   expect_refused(te_stash_read_entry(pool.handle, entry.data(), nullptr, nullptr), "'out' is NULL");
   expect_refused(te_stash_read_map(pool.handle, entry.data(), nullptr, 0, nullptr), "'count' is NULL");
   expect_refused(te_stash_reset(nullptr, nullptr), "'pool' is NULL");
+  expect_refused(te_stash_capture(nullptr, nullptr), "'number' is NULL");
   expect_refused(te_stash_pool_destroy(nullptr), "'pool' is NULL");
   int64_t pages = 0;
   expect_refused(te_stash_most_pages(table.data(), 2, 100, &pages), "'page_bytes' is 100");

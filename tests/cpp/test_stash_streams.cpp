@@ -248,6 +248,25 @@ TEST_P(StashStreams, LargeReplaysOfACaptureDoNotDrift) {
   cuda_ok(cudaFreeHost(mailbox));
 }
 
+TEST_P(StashStreams, CapturesHaveNumbers) {
+  const Stream stream;
+  uint64_t number = 7;
+  std::vector<uint64_t> numbers;
+  for (int i = 0; i < 2; ++i) {
+    TE_ASSERT_OK(te_stash_capture(stream.stream, &number));
+    EXPECT_EQ(number, 0u);
+    cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    TE_EXPECT_OK(te_stash_capture(stream.stream, &number));
+    numbers.push_back(number);
+    cudaGraph_t graph = nullptr;
+    cuda_ok(cudaStreamEndCapture(stream, &graph));
+    cuda_ok(cudaGraphDestroy(graph));
+  }
+  EXPECT_NE(numbers[0], 0u);
+  EXPECT_NE(numbers[1], 0u);
+  EXPECT_NE(numbers[0], numbers[1]);
+}
+
 TEST_P(StashStreams, LargeOffsetsBeyondTwoGiB) {
   constexpr int64_t kUnit = 7168, kMost = 470000, kBytes = kUnit * kMost;  // 3.1 GiB
   constexpr size_t kPage = 524288, kChunk = 61 * 1000 * 1000;              // no multiple of anything here

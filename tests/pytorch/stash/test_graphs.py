@@ -1,13 +1,10 @@
-# A stash in layers that make_graphed_callables captures one by one: passes of the warm-up are steps, so is the capture,
-# and no graph waits for what another one's capture recorded. Mutants: no pass_ended() in warm_up(), a new step where
-# none has run (no `passed` in _pass_ended()), `over` not looked at in run() or wait(), captured points that are not
-# noted (stash_lanes.cpp): each turns tests red.
+# A stash in layers that make_graphed_callables captures one by one: passes of the warm-up are steps, so is the capture.
+# Waits and refusals are in test_captures.py. Mutants: no pass_begins() in warm_up(), a new step where none has run (no
+# look at any_group in _pass_begins()): each turns tests red.
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.capture_flag import capture_ends
 
 from .cases import LIVE, WIDTH, count, given, made, report, same
 
@@ -104,54 +101,3 @@ def test_microbatches(told, device):
             same(both(passes), expected)
             numbers = report(stash)
             assert numbers["flags"] == 0 and numbers["groups"] > 0 and numbers["device_in_use"] == 0
-
-
-class Numbered(_C.StashStreams):
-    """Captures one after another, by number. Waiting for an event of another capture fails, as in CUDA."""
-
-    number = 0
-
-    def _check_own(self, events):
-        for event in events:
-            assert event.mark == self.number, f"capture {self.number} waits for {event.label} of {event.mark}"
-
-    def now(self, label):
-        return _C.StashEvent("compute", self.number, label, True)
-
-    def run(self, stream, work, label, after):
-        self._check_own(after)
-        work(self.current())
-        return _C.StashEvent(stream, self.number, label, True)
-
-    def wait(self, event):
-        self._check_own([event])
-
-
-def test_captures_one_behind_the_other():
-    with made("cpu") as stash:
-        streams = stash.streams = Numbered(stash.device)
-        layers = [Layer(stash, i, "cpu") for i in range(3)]
-        counter, x = count(LIVE, "cpu"), given("cpu")
-        plain = [Layer(None, i, "cpu") for i in range(3)]
-        for a, b in zip(layers, plain, strict=True):
-            b.load_state_dict(a.state_dict())
-
-        def capture(call):
-            streams.number += 1
-            result = call()
-            capture_ends()
-            return result
-
-        def steps(layers):
-            leaves, results, y = [], [], x
-            for layer in layers:
-                leaves.append(y.detach().clone().requires_grad_())
-                results.append(capture(lambda layer=layer: layer(leaves[-1], counter)))
-                y = results[-1]
-            grad = (torch.arange(len(x)) < LIVE)[:, None].expand(-1, WIDTH).float()
-            for leaf, result in zip(reversed(leaves), reversed(results), strict=True):
-                capture(lambda leaf=leaf, result=result, grad=grad: result.backward(grad))
-                grad = leaf.grad
-            return [grad[:LIVE], *(p.grad for layer in layers for p in layer.parameters())]
-
-        same(steps(layers), steps(plain))

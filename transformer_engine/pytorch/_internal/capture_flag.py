@@ -2,7 +2,7 @@
 warm-up and capture, and by the stream itself. Nothing is captured here."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,26 +42,6 @@ def is_graph_capturing() -> bool:
 def stream_captures() -> bool:
     """Whether the current stream is being captured, by any caller. It does not initialise CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-_followers: list[tuple[Callable[[], None], Callable[[], None]]] = []
-
-
-def follow_captures(pass_ended: Callable[[], None], capture_ends: Callable[[], None]) -> None:
-    """For code that has steps, and streams of its own. pass_ended: called after each pass of a warm-up over all
-    captured callables, which is a step; capture_ends: before the capture of each graph ends, which must join
-    streams."""
-    _followers.append((pass_ended, capture_ends))
-
-
-def pass_ended() -> None:
-    for call, _ in _followers:
-        call()
-
-
-def capture_ends() -> None:
-    for _, call in _followers:
-        call()
 
 
 @contextmanager

@@ -4,12 +4,15 @@ and loaded, and schedule.py has the order of the groups."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.capture_flag import follow_captures, stream_captures
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
+from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
+from transformer_engine.pytorch.graph.observers import Observer, observe_captures, result_made
 from transformer_engine.pytorch.stash.arguments import (
     POLICIES,
     check_counter,
@@ -73,6 +76,8 @@ class PagedStash(_C.StashCore):
         self._unfinished: list = []  # the last step's trace where it ended early
         self._grows = 0
         self._snapshot = Snapshot()
+        self._orders: weakref.WeakSet[ReplayOrder] = weakref.WeakSet()  # of captures that hold the pool's addresses
+        self._captured_reset = False  # reset() was called inside of the pass that is captured
 
     def __deepcopy__(self, memo: dict) -> PagedStash:
         """Returns itself: a copied model shares the stash and its steps."""
@@ -145,7 +150,10 @@ class PagedStash(_C.StashCore):
         backward is next, and starts to load another group whose backward is next. Its backward, which runs before the
         layers', frees originals and waits until this group is loaded.
         Errors: RuntimeError where the schedule has another entry at this point."""
-        return _C.stash_post(self, y)
+        y = _C.stash_post(self, y)
+        if is_graph_capturing():
+            result_made()
+        return y
 
     def schedule_from_order(self, order: Sequence[int | float], layers_per_chunk: int | Sequence[int] = 1) -> None:
         """Sets the order of a step, as for make_graphed_callables, instead of recording it: +c is a forward of chunk
@@ -181,6 +189,7 @@ class PagedStash(_C.StashCore):
         if not wait:
             report = self._mailbox.read()
             return None if report is None else verdict_of(report, self._names, self._first_step)
+        self._wait_for_replays()
         self._restore_scales()
         self._pool.report(self._mailbox.memory)
         return verdict_of(self._mailbox.peek(), self._names_of(self.step), self._first_step)
@@ -191,6 +200,7 @@ class PagedStash(_C.StashCore):
         returns the maximum over these ranks in another tensor, by one all-reduce on the device; every rank calls it in
         each step, also ranks without groups."""
         self._check_open("gate")
+        self._wait_for_replays()
         if self._pool is not None:
             self._pool.join()
         gate = self._own_gate()
@@ -234,8 +244,10 @@ class PagedStash(_C.StashCore):
         self._make_pool()
         self.schedule.restart()
         self.step = Step(self, records=False)
+        orders, self._orders = self._orders, weakref.WeakSet()
         if recapture is not None:
             recapture()
+        _invalidate(orders, "grow()")
         old.native.close()
         return wanted
 
@@ -282,6 +294,7 @@ class PagedStash(_C.StashCore):
         self.step.end()
         if self._pool is not None:
             self._pool.native.close()
+        _invalidate(self._orders, "close()")
         self._pool, self._closed = None, True
         # Names may be layers that hold this stash: Python's collector does not see references held in C++.
         self.schedule, self.step = Schedule(), Step(self, records=False)
@@ -291,6 +304,11 @@ class PagedStash(_C.StashCore):
         return verdict
 
     # ---- private ----
+
+    def _wait_for_replays(self) -> None:
+        """The current stream waits for the ends of replays: with `cuda_graph_event`, their copies come after it."""
+        for order in self._orders if not is_graph_capturing() else ():
+            order.join()
 
     def _check_order(self, steps: list[Operation]) -> None:
         found = not_last_in(steps) if self.policy == "bump" else None
@@ -304,6 +322,11 @@ class PagedStash(_C.StashCore):
     def _next_step(self, record: bool = False) -> bool:
         """Starts a step; returns whether it starts inside of a capture."""
         captured, last = stream_captures(), self.step
+        if is_graph_capturing():
+            self._captured_reset = True
+        else:
+            for order in self._orders:
+                order.begin()
         last.end()
         recorded = last.records and (is_complete(last) or last.trace == self._unfinished)
         self._unfinished = list(last.trace) if last.records and not recorded else []
@@ -388,17 +411,32 @@ class PagedStash(_C.StashCore):
         self._pool = _C.StashCalls(native, self.streams)
 
 
-def _pass_ended() -> None:
-    """Each pass of a warm-up is a step of the stashes that it used."""
+def _invalidate(orders: Iterable[ReplayOrder], call: str) -> None:
+    for order in orders:
+        order.invalid = f"its graphs hold pages that PagedStash.{call} has freed; capture again."
+
+
+def _pass_begins() -> None:
+    """Each pass is a step of the stashes that this thread has used."""
     for stash in _C.stashes_used():
         if stash.step.any_group:
             stash._next_step()
+        stash._captured_reset = False
 
 
 def _capture_ends() -> None:
+    """A graph ends after its copies: a later graph on the stream comes after them."""
     for stash in _C.stashes_used():
         if stash._pool is not None and stash.step.any_group:
-            stash._pool.end_capture()
+            stash._pool.join()
 
 
-follow_captures(_pass_ended, _capture_ends)
+def _captured(order: ReplayOrder) -> None:
+    for stash in _C.stashes_used():
+        if len(stash.step.names):
+            stash._pool.captured = True
+            stash._orders.add(order)
+            order.tie("PagedStash.reset()", begins_itself=stash._captured_reset)
+
+
+observe_captures(Observer(_pass_begins, _capture_ends, _captured))

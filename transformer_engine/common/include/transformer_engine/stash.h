@@ -197,6 +197,10 @@ TE_API te_status te_stash_read_entry(te_stash_pool* pool, const void* entry, te_
  * of the host tier. Waits for the device. */
 TE_API te_status te_stash_read_map(te_stash_pool* pool, const void* entry, int32_t* ids, int64_t most, int64_t* count);
 
+/* *number: of the capture that `stream`, a CUDA stream, is part of, 0: of none. A process uses no number again.
+ * Errors: TE_INVALID_ARGUMENT if `number` is NULL, TE_NOT_IMPLEMENTED in a CPU build. */
+TE_API te_status te_stash_capture(te_stream stream, uint64_t* number);
+
 #ifdef __cplusplus
 }
 #endif

@@ -373,4 +373,17 @@ te_status te_stash_read_map(te_stash_pool* pool, const void* entry, int32_t* ids
   });
 }
 
+te_status te_stash_capture(te_stream stream, uint64_t* number) {
+  return c_guard([&] {
+    const char* op = "te_stash_capture";
+    check_place(op, "number", number);
+#if defined(TE_WITH_CUDA)
+    *number = cuda::capture_of(stream);
+#else
+    (void)stream;
+    te::no_cuda(op);
+#endif
+  });
+}
+
 }  // extern "C"

@@ -411,4 +411,11 @@ void read(void* out, const void* from, size_t bytes, te_stream stream) {
 
 void wait() { check_cuda(cudaDeviceSynchronize(), "te_stash_read_map"); }
 
+uint64_t capture_of(te_stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  check_cuda(cudaStreamGetCaptureInfo(cudaStream_t(stream), &status, &number), "te_stash_capture");
+  return status == cudaStreamCaptureStatusNone ? 0 : uint64_t(number);
+}
+
 }  // namespace te::stash::cuda

@@ -41,6 +41,7 @@ void evict(const Pool& pool, Entry* entry, int64_t low_water, int64_t loads, te_
 void post(const Pool& pool, te_stash_report* mailbox, te_stream stream);
 void read(void* out, const void* from, size_t bytes, te_stream stream);
 void wait();
+uint64_t capture_of(te_stream stream);
 }  // namespace cuda
 
 }  // namespace te::stash

@@ -85,7 +85,6 @@ void register_stash(py::module_& m) {
       .def_readwrite("captured", &StashCalls::captured)
       .def("load", wrapped([](StashCalls& c, StashHandle& handle, bool keep) { c.load(handle, keep); }))
       .def("join", wrapped([](const StashCalls& c) { c.join(); }))
-      .def("end_capture", wrapped([](const StashCalls& c) { c.end_capture(); }))
       .def("report", wrapped([](StashCalls& c, const Tensor& mailbox) { c.report(mailbox); }))
       .def("reset", wrapped([](StashCalls& c, const Tensor& mailbox) { c.reset(mailbox); }));
   m.attr("stash_max_tensors") = TE_STASH_MOST_MEMBERS;

@@ -54,11 +54,6 @@ void StashCalls::join() const {
   }
 }
 
-void StashCalls::end_capture() const {
-  join();
-  streams_->end_capture();
-}
-
 void StashCalls::report(const Tensor& mailbox) {
   join();
   native_->post(mailbox, streams_->current());

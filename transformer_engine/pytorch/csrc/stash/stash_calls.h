@@ -41,7 +41,6 @@ class StashCalls {
   void evict(const StashCopy& copy, int64_t low_water);
 
   void join() const;                   // the current stream waits for all calls so far
-  void end_capture() const;            // before the end of a capture that other captures follow
   void report(const Tensor& mailbox);  // writes the report of all calls so far to the mailbox. Waits for the device.
   void reset(const Tensor& mailbox);   // starts the next step; the report of this one goes to the mailbox
 
@@ -50,7 +49,7 @@ class StashCalls {
  private:
   StashEventPtr after_store(const StashWork& work, const StashCopy& copy, const char* verb);
   StashWork work_of(const StashCopy& copy, std::function<void(te_stream)> start) const;
-  void note_captured(const StashEventPtr& event) { captured |= event->captured; }
+  void note_captured(const StashEventPtr& event) { captured |= event->capture != 0; }
 
   std::shared_ptr<StashPool> native_;
   std::shared_ptr<StashStreams> streams_;

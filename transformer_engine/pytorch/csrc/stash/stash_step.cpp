@@ -152,7 +152,7 @@ void StashStep::store(const std::shared_ptr<StashHandle>& handle) {
   handle->store(calls);
   if (handle->state != StashState::kStored) return;
   names.append(handle->name);
-  if (handle->stored->captured) owner->captured_names = names;
+  if (handle->stored->capture != 0) owner->captured_names = names;
   leaving_ = handle;
   if (owner->low_water != 0 && owner->schedule->known) stash_python().evict_farthest(shared_from_this(), calls);
 }

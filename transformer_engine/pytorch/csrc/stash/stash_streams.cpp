@@ -2,7 +2,7 @@
 #include "stash/stash_streams.h"
 
 #include <torch/csrc/Exceptions.h>
-#include <transformer_engine/comm.h>
+#include <transformer_engine/stash.h>
 
 #include <algorithm>
 #include <utility>
@@ -17,11 +17,8 @@ namespace {
 
 constexpr std::array<const char*, 3> kStreamNames{"store", "load", "compute"};
 
-bool captures(const c10::Stream& stream) {
-  int32_t found = 0;
-  check(te_comm_is_captured(reinterpret_cast<te_stream>(handle_of(stream)), &found));
-  return found != 0;
-}
+// See StashStreams.
+bool is_awaited(const StashEvent& event, uint64_t capture) { return event.capture == capture; }
 
 uint8_t bit_of(StashStreamId id) { return uint8_t(1u << int(id)); }
 
@@ -46,37 +43,27 @@ c10::Event StashEventPool::take(c10::DeviceType type, bool captured) {
 }
 
 StashEvent::~StashEvent() {
-  if (device_event.has_value() && pool != nullptr) pool->give(std::move(*device_event), captured);
+  if (device_event.has_value() && pool != nullptr) pool->give(std::move(*device_event), capture != 0);
 }
 
-StashEventPtr StashStreams::record(StashStreamId id, const c10::Stream& stream, StashLabel label, bool captured) {
+uint64_t StashStreams::capture() const {
+  uint64_t number = 0;
+  if (!device_.is_cpu()) check(te_stash_capture(current(), &number));
+  return number;
+}
+
+StashEventPtr StashStreams::record(StashStreamId id, const c10::Stream& stream, StashLabel label, uint64_t capture) {
   auto event = std::make_shared<StashEvent>(id, std::move(label));
-  event->captured = captured;
+  event->capture = capture;
   event->pool = pool_;
-  event->device_event.emplace(pool_->take(device_.type(), captured));
+  event->device_event.emplace(pool_->take(device_.type(), capture != 0));
   event->device_event->record(stream);
-  return track(event);
-}
-
-const StashEventPtr& StashStreams::track(const StashEventPtr& event) {
-  if (event != nullptr && event->captured) {
-    if (captured_.size() % 256 == 255) std::erase_if(captured_, [](const auto& ref) { return ref.expired(); });
-    captured_.push_back(event);
-  }
   return event;
-}
-
-void StashStreams::end_capture() {
-  for (const auto& ref : captured_) {
-    if (const auto event = ref.lock()) event->joined = true;
-  }
-  captured_.clear();
 }
 
 StashEventPtr StashStreams::now(const char* label) {
   if (device_.is_cpu()) return std::make_shared<StashEvent>(StashStreamId::kCompute, StashLabel{label, {}});
-  const c10::Stream stream = current_stream();
-  return record(StashStreamId::kCompute, stream, {label, {}}, captures(stream));
+  return record(StashStreamId::kCompute, current_stream(), {label, {}}, capture());
 }
 
 StashEventPtr StashStreams::run(StashStreamId id, const StashWork& work, StashLabel label,
@@ -95,23 +82,21 @@ StashEventPtr StashStreams::run(StashStreamId id, const StashWork& work, StashLa
   const c10::impl::VirtualGuardImpl impl(device_.type());
   auto& stream = streams_[size_t(id)];
   if (!stream.has_value()) stream = impl.getStreamFromGlobalPool(device_);
-  const bool captured = captures(impl.getStream(device_));
+  const uint64_t number = capture();
   for (const auto* event : after) {
     // Work of one stream runs in order, and also after all that the stream has waited for before.
-    if (!*event || (*event)->stream == id || (*event)->captured != captured || (*event)->joined) continue;
+    if (!*event || (*event)->stream == id || !is_awaited(**event, number)) continue;
     if (((*event)->waited_by & bit_of(id)) != 0) continue;
     (*event)->device_event->block(*stream);
     (*event)->waited_by |= bit_of(id);
   }
   work.start(reinterpret_cast<te_stream>(handle_of(*stream)));
-  return record(id, *stream, std::move(label), captured);
+  return record(id, *stream, std::move(label), number);
 }
 
 void StashStreams::wait(const StashEventPtr& event) {
   if (!log.is_none()) append(log, StashStreamId::kCompute, "wait", {label_of(*event)});
-  if (!event->device_event.has_value() || event->joined) return;
-  const c10::Stream stream = current_stream();
-  if (event->captured == captures(stream)) event->device_event->block(stream);
+  if (event->device_event.has_value() && is_awaited(*event, capture())) event->device_event->block(current_stream());
 }
 
 te_stream StashStreams::current() const { return te_torch::current_stream(device_); }
@@ -125,25 +110,30 @@ class PyStashStreams : public StashStreams {
 
   StashEventPtr now(const char* label) override {
     const py::function own = py::get_override(this, "now");
-    return own ? track(py::cast<StashEventPtr>(own(label))) : StashStreams::now(label);
+    return own ? py::cast<StashEventPtr>(own(label)) : StashStreams::now(label);
   }
   StashEventPtr run(StashStreamId id, const StashWork& work, StashLabel label,
                     std::initializer_list<const StashEventPtr*> after) override {
     const py::function own = py::get_override(this, "run");
     if (!own) return StashStreams::run(id, work, std::move(label), after);
     py::list events;
+    const uint64_t number = capture();
     for (const auto* event : after) {
-      if (*event && !(*event)->joined) events.append(*event);
+      if (*event && is_awaited(**event, number)) events.append(*event);
     }
-    return track(py::cast<StashEventPtr>(own(kStreamNames[size_t(id)], work, label.str(), events)));
+    return py::cast<StashEventPtr>(own(kStreamNames[size_t(id)], work, label.str(), events));
   }
   void wait(const StashEventPtr& event) override {
     const py::function own = py::get_override(this, "wait");
     if (own) {
-      if (!event->joined) own(event);
+      if (is_awaited(*event, capture())) own(event);
     } else {
       StashStreams::wait(event);
     }
+  }
+  uint64_t capture() const override {
+    const py::function own = py::get_override(this, "capture");
+    return own ? py::cast<uint64_t>(own()) : StashStreams::capture();
   }
   bool needs_segments() const override { return true; }
 };
@@ -153,7 +143,7 @@ class PyStashStreams : public StashStreams {
 void register_stash_streams(py::module_& m) {
   const auto wrapped = [](auto method) { return torch::wrap_pybind_function(method); };
   py::class_<StashEvent, StashEventPtr>(m, "StashEvent")
-      .def(py::init([](const std::string& stream, py::object mark, std::string label, bool captured) {
+      .def(py::init([](const std::string& stream, py::object mark, std::string label, uint64_t capture) {
              const auto* found = std::find(kStreamNames.begin(), kStreamNames.end(), stream);
              if (found == kStreamNames.end()) {
                throw py::value_error("StashEvent: argument 'stream' is '" + stream +
@@ -162,11 +152,12 @@ void register_stash_streams(py::module_& m) {
              auto event = std::make_shared<StashEvent>(StashStreamId(found - kStreamNames.begin()), StashLabel{"", {}});
              event->mark = std::move(mark);
              event->python_label = std::move(label);
-             event->captured = captured;
+             event->capture = capture;
              return event;
            }),
-           py::arg("stream"), py::arg("mark"), py::arg("label"), py::arg("captured") = false)
+           py::arg("stream"), py::arg("mark"), py::arg("label"), py::arg("capture") = 0)
       .def_property_readonly("stream", [](const StashEvent& e) { return kStreamNames[size_t(e.stream)]; })
+      .def_readonly("capture", &StashEvent::capture)
       .def_property_readonly("label", label_of)
       .def_property_readonly("mark", [](const StashEvent& e) { return e.mark ? e.mark : py::none(); });
   py::class_<StashWork>(m, "StashWork")

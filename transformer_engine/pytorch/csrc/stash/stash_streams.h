@@ -47,9 +47,8 @@ struct StashEvent {
 
   StashStreamId stream;
   StashLabel label;
-  std::string python_label;  // of streams derived in Python, in place of `label`
-  bool captured = false;
-  bool joined = false;                     // its capture has ended and joined it: no wait is needed
+  std::string python_label;                // of streams derived in Python, in place of `label`
+  uint64_t capture = 0;                    // number of the capture that it was recorded in, 0: outside of captures
   uint8_t waited_by = 0;                   // streams that have waited for it, one bit each
   std::optional<c10::Event> device_event;  // none on a CPU
   std::shared_ptr<StashEventPool> pool;
@@ -66,8 +65,8 @@ struct StashWork {
 // - run() starts work on one of the streams after the events passed to it, and returns an event of its own. On a CPU
 //   the work runs at once.
 // - Inside a capture, only events of the same capture are waited for, and outside of captures only events of no
-//   capture: a graph's replay comes after everything enqueued before its capture, and a graph joins its streams at its
-//   end. Graphs captured one after another are replayed in that order; end_capture() is called before each one ends.
+//   capture: CUDA refuses any other wait, and none is needed. A graph's replay comes after everything enqueued before
+//   it; graphs captured one after another are replayed in that order, and each one joins its copies before it ends.
 // - Tests derive streams in Python.
 class StashStreams {
  public:
@@ -81,7 +80,7 @@ class StashStreams {
   virtual StashEventPtr run(StashStreamId id, const StashWork& work, StashLabel label,
                             std::initializer_list<const StashEventPtr*> after);
   virtual void wait(const StashEventPtr& event);  // the current stream waits for it
-  void end_capture();                             // later captures need not wait for the events of this one
+  virtual uint64_t capture() const;               // number of the current stream's capture, 0: of none
   virtual bool needs_segments() const { return false; }
 
   te_stream current() const;
@@ -90,15 +89,10 @@ class StashStreams {
 
  private:
   c10::Stream current_stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
-  StashEventPtr record(StashStreamId id, const c10::Stream& stream, StashLabel label, bool captured);
+  StashEventPtr record(StashStreamId id, const c10::Stream& stream, StashLabel label, uint64_t capture);
 
- protected:
-  const StashEventPtr& track(const StashEventPtr& event);  // end_capture() joins it if it is captured
-
- private:
   at::Device device_;
   std::array<std::optional<c10::Stream>, 2> streams_;
-  std::vector<std::weak_ptr<StashEvent>> captured_;
   std::shared_ptr<StashEventPool> pool_ = std::make_shared<StashEventPool>();
 };
 

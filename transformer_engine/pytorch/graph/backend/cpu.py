@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from transformer_engine.pytorch.graph.backend.interface import HostSync, Written
 from transformer_engine.pytorch.graph.memory.buffers import BufferPool, unexpanded
+from transformer_engine.pytorch.graph.observers import capture_ends, events_of_capture
 
 # Operations that read a value, or a size that depends on values, from the device; a graph cannot contain them.
 _VALUES = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -52,7 +53,7 @@ _main = RecordedStream("main")
 
 
 class _ThreadState(threading.local):
-    recorded: "set[RecordedEvent] | None" = None  # events recorded by the present capture of this thread
+    recorded: "list[RecordedEvent] | None" = None  # events recorded by the present capture of this thread
 
 
 _thread = _ThreadState()
@@ -63,7 +64,7 @@ class RecordedEvent:
 
     def record(self, stream: RecordedStream | None = None) -> None:
         if _thread.recorded is not None:
-            _thread.recorded.add(self)
+            _thread.recorded.append(self)
 
 
 def _write(static: Written, tensors: Written) -> None:
@@ -108,16 +109,17 @@ class CpuGraphs:
     def capture(
         self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[RecordedGraph, list[torch.Tensor | None], frozenset[RecordedEvent]]:
-        pool, events = self.private_pool if private_pool else self.pool, set()
-        _thread.recorded = events
+        pool, recorded = self.private_pool if private_pool else self.pool, []
+        _thread.recorded = recorded
         try:
-            with _RefuseHostSync():
+            with _RefuseHostSync(), events_of_capture(lambda: recorded) as events:
                 written = func()
+                capture_ends()
         finally:
             _thread.recorded = None
         static = [None if tensor is None else pool.acquire(tensor) for tensor in written]
         _write(static, written)
-        return RecordedGraph(func, static), static, frozenset(events)
+        return RecordedGraph(func, static), static, events.after_results()
 
     def release(self, tensors: Written, *, private_pool: bool = False) -> list[torch.Tensor | None]:
         """The memory of these static tensors may be reused by later captures; replays still write them."""

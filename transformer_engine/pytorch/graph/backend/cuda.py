@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.capture_flag import capture_ends
 from transformer_engine.pytorch._internal.torch_private import end_allocations_to_pool
 from transformer_engine.pytorch.distributed.rng import prepare_no_draws
 from transformer_engine.pytorch.graph.backend.interface import HostSync, Written
 from transformer_engine.pytorch.graph.describe import OP
+from transformer_engine.pytorch.graph.observers import capture_ends, events_of_capture
 from transformer_engine.pytorch.utils import make_weak_ref
 
 # One capture stream per device: libraries allocate a workspace for every stream that they meet.
@@ -122,8 +122,8 @@ class CudaGraphs:
     def capture(
         self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor | None], frozenset[int]]:
-        """The graph, the static tensors that it writes, and the events that it records for work outside of it.
-        private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
+        """The graph, the static tensors that it writes, and the events that it records after its results for work
+        outside of it. private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
@@ -132,10 +132,11 @@ class CudaGraphs:
             # Other threads that train meanwhile may make calls that a capture forbids.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                with _host_sync_refused():
-                    static = [None if tensor is None else tensor.detach() for tensor in func()]
-                    capture_ends()
-                events = frozenset(_C.captured_events(self.stream.cuda_stream))
+                with events_of_capture(lambda: _C.captured_events(self.stream.cuda_stream)) as events:
+                    with _host_sync_refused():
+                        static = [None if tensor is None else tensor.detach() for tensor in func()]
+                        capture_ends()
+                    after_results = events.after_results()
                 graph.capture_end()
             except BaseException as error:
                 with warnings.catch_warnings():
@@ -144,7 +145,7 @@ class CudaGraphs:
                 if isinstance(error, RuntimeError):
                     _explain(error)
                 raise
-        return graph, static, events
+        return graph, static, after_results
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: object) -> None:
         """Ends a capture that failed. If CUDA has invalidated it, torch leaves the pool open and the generators in

@@ -37,8 +37,8 @@ class Backend(Protocol):
     def capture(
         self, func: Callable[[], Written], *, private_pool: bool = False
     ) -> tuple[Graph, list[torch.Tensor | None], frozenset]:
-        """The graph, the static tensors that it writes, and the events that it records for work outside of it.
-        private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
+        """The graph, the static tensors that it writes, and the events that it records after its results for work
+        outside of it. private_pool: the graph may be replayed at any time, so no other graph may use its memory."""
 
     def release(self, tensors: Written, *, private_pool: bool = False) -> list[torch.Tensor | None]:
         """Releases the memory of static tensors: later captures may write there."""

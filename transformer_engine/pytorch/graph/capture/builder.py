@@ -15,6 +15,7 @@ from transformer_engine.pytorch.graph.capture.static_callable import StaticCalla
 from transformer_engine.pytorch.graph.capture.version_bumps import new_outputs
 from transformer_engine.pytorch.graph.memory.buffers import overlap_range_of, spans_overlap
 from transformer_engine.pytorch.graph.memory.in_flight import CapturedMicrobatch, InFlight
+from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
 from transformer_engine.pytorch.graph.recorded.captured import (
     BackwardGraph,
     CallState,
@@ -44,6 +45,7 @@ class GraphedBuilder:
         self.scales: Scales | None = None
         self.peer_channels: set[_C.PeerChannel] = set()  # over which its graphs communicate
         self.forward_position = self.backward_position = self.end_position = 0
+        self.forward_turn = self.backward_turn = 0
         self.next_backward = -1
         self.wgrad_position: int | None = None
         self.wgrad_captured_at = 0
@@ -73,7 +75,9 @@ class GraphedBuilder:
         """Whether a gradient of an input shares memory with an incoming gradient."""
         return any_overlap(self.grad_inputs, self.grad_outputs)
 
-    def build(self, plan: CapturePlan, backend: Backend, in_flight: InFlight, *, offloads: bool) -> Graphed:
+    def build(
+        self, plan: CapturePlan, backend: Backend, in_flight: InFlight, order: ReplayOrder | None, *, offloads: bool
+    ) -> Graphed:
         func, weight_flag = self.func, self.func.quantization.weight_flag
         params = self._params_with_grads()
         own = [p for part in func.parts for p in part.parameters(recurse=False)]
@@ -101,6 +105,9 @@ class GraphedBuilder:
             in_flight=in_flight if plan.schedule.samples > 1 or plan.pool is not None else None,
             aliased_grads=in_flight.aliased_grads,
             microbatch=self._microbatch(),
+            order=order,
+            forward_turn=self.forward_turn,
+            backward_turn=self.backward_turn,
             calls=CallState(),
             validity=Validity(),
         )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.capture_flag import pass_ended
 from transformer_engine.pytorch.cpu_offload.layer import offloads_started
 from transformer_engine.pytorch.distributed.peer import channels_noted
 from transformer_engine.pytorch.graph.backend.cpu import CpuGraphs
@@ -31,6 +30,8 @@ from transformer_engine.pytorch.graph.capture.warmup import warm_up
 from transformer_engine.pytorch.graph.describe import OP, callable_name, short_repr
 from transformer_engine.pytorch.graph.memory.buffers import BufferPool
 from transformer_engine.pytorch.graph.memory.in_flight import in_flight_of
+from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
+from transformer_engine.pytorch.graph.observers import captured, pass_begins
 from transformer_engine.pytorch.graph.replay.graphed import Graphed
 from transformer_engine.pytorch.graph.replay.scales import Scales
 from transformer_engine.pytorch.saved.marks import mark_not_offload
@@ -63,7 +64,7 @@ class Capture:
         else:
             self.backend = CpuGraphs()
         self.buffers = BufferPool()  # for incoming gradients
-        self.in_flight = in_flight_of(plan.pool)
+        self.in_flight, self.order = in_flight_of(plan.pool), ReplayOrder(self.backend)
         self.builders: list[GraphedBuilder] = []  # one for each sample
         self.latest_backward: GraphedBuilder | None = None
         self.complete: list[GraphedBuilder] = []  # whose backward was captured after the latest forward
@@ -90,6 +91,7 @@ class Capture:
             with self.backend.session(), guard, _C.FreshAccumulators(self._leaves()):
                 warm_up(self.microbatches, self.backend)
                 self.backend.prepare(warmed=plan.warmup_iterations > 0)
+                pass_begins()
                 for step in plan.schedule.steps:
                     getattr(self, f"_capture_{step.kind}")(step)
                     self._record_position(step)
@@ -97,15 +99,17 @@ class Capture:
                 for builder in self.builders:
                     if builder.func.retain_graph and not plan.reuse_buffers:  # used until the last capture
                         self._end_lifetime(builder)
-                offloads = offloads_started() != before
-                graphed = [b.build(plan, self.backend, self.in_flight, offloads=offloads) for b in self.builders]
+                captured(self.order)
+                offloads, order = offloads_started() != before, None if self.order.tied is None else self.order
+                graphed = [b.build(plan, self.backend, self.in_flight, order, offloads=offloads) for b in self.builders]
         except BaseException:
             for builder in self.builders:
                 builder.drop()
                 builder.func.drop_tensors()
             self.buffers = BufferPool()
-            pass_ended()  # as after a pass that succeeds: listeners begin their next step
             raise
+        finally:
+            pass_begins()  # the captures were a step, also where they failed
         with _live_lock:
             _live.update(graphed)
         return graphed
@@ -221,6 +225,10 @@ class Capture:
             builder.wgrad_captured_at = position
         if step.kind == order.BACKWARD:
             builder.end_position = position
+        if step.kind == order.FORWARD:
+            builder.forward_turn = self.order.add(f"the forward of {builder.label}")
+        elif step.kind == order.BACKWARD and builder.backward_graph is not None:
+            builder.backward_turn = self.order.add(f"the backward of {builder.label}")
 
     # ---- release of memory that is not read any more ----
 

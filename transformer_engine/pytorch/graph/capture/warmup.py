@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from transformer_engine.pytorch._internal.capture_flag import pass_ended
 from transformer_engine.pytorch.graph.backend.interface import Backend
 from transformer_engine.pytorch.graph.capture.checks import record_guards_once
 from transformer_engine.pytorch.graph.capture.microbatches import Microbatches
 from transformer_engine.pytorch.graph.capture.order import BACKWARD, FORWARD, WGRAD, Step
 from transformer_engine.pytorch.graph.capture.static_callable import StaticCallable
 from transformer_engine.pytorch.graph.describe import OP
+from transformer_engine.pytorch.graph.observers import pass_begins
 
 
 def warm_up(microbatches: Microbatches, backend: Backend) -> None:
@@ -22,9 +22,9 @@ def warm_up(microbatches: Microbatches, backend: Backend) -> None:
             plan.pre_warmup_hook()
         with _post_warmup_hook_called(plan.post_warmup_hook):
             for iteration in range(plan.warmup_iterations):
+                pass_begins()
                 for step in plan.schedule.steps:
                     _KINDS[step.kind](microbatches, step, iteration)
-                pass_ended()
             for func in microbatches.funcs:
                 func.outputs_with_grad = []
 

@@ -115,9 +115,9 @@ class ReplayChecks:
             )
         if backend.handle_of(event) not in self.record.forward_graph.events:
             raise ValueError(
-                f"{self.label}: argument 'cuda_graph_event' is an event that the captured forward does not record, so "
-                "the results would be read too early; record it there, a torch.cuda.Event(external=True), or leave it "
-                "out to wait for the whole graph."
+                f"{self.label}: argument 'cuda_graph_event' is an event that the captured forward does not record, or "
+                "before its results, so that these would be read too early; record it after them, a torch.cuda.Event("
+                "external=True), or leave it out to wait for the whole graph."
             )
 
     def check_frozen(self) -> None:

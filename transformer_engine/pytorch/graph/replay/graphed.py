@@ -155,6 +155,8 @@ class Graphed:
         if record.scales.parts:
             watched, own_region, restore_scales = self._enter_scales(grad, backward, cuda_graph_stream)
         try:
+            if record.order is not None:
+                record.order.enter(record.forward_turn)
             if record.in_flight is not None:
                 record.in_flight.forward(record.microbatch, backward)
             if backward:

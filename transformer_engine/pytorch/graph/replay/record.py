@@ -12,6 +12,7 @@ from transformer_engine.pytorch.graph.backend.interface import Backend, Graph
 from transformer_engine.pytorch.graph.memory.aliased_grads import AliasedGrads
 from transformer_engine.pytorch.graph.memory.buffers import copy_into_static
 from transformer_engine.pytorch.graph.memory.in_flight import CapturedMicrobatch, InFlight
+from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
 from transformer_engine.pytorch.graph.recorded.captured import (
     BackwardGraph,
     CallState,
@@ -49,6 +50,9 @@ class CaptureRecord:
     in_flight: InFlight | None  # if other graphs use the same pool
     aliased_grads: AliasedGrads
     microbatch: CapturedMicrobatch
+    order: ReplayOrder | None  # if copies tie its graphs to others
+    forward_turn: int  # their positions in the order
+    backward_turn: int
     calls: CallState
     validity: Validity
 
@@ -60,6 +64,8 @@ class CaptureRecord:
         other_stream = stream is not None and stream != current
         if other_stream:
             stream.wait_stream(current)
+        if self.order is not None:
+            self.order.wait(stream if other_stream else current)
         # The copies run there too: the end of the previous replay may still read what they write.
         with self.backend.on(stream) if other_stream else nullcontext():
             copy_into_static(*to_copy)
@@ -70,5 +76,7 @@ class CaptureRecord:
             return
         if event is None:
             current.wait_stream(stream)
-        else:
-            current.wait_event(event)
+            return
+        current.wait_event(event)
+        if self.order is not None:
+            self.order.unfinished = stream

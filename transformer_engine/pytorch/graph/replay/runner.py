@@ -18,7 +18,7 @@ class GraphRunner:
     """Fields of the record that the hot path reads are attributes of its own: each lookup costs host time."""
 
     __slots__ = (
-        *("aliased_grads", "backward_graph", "calls", "checks", "forward_graph", "label", "microbatch"),
+        *("aliased_grads", "backward_graph", "calls", "checks", "forward_graph", "label", "microbatch", "order"),
         *("record", "weight_flag", "wgrad"),
     )
 
@@ -26,7 +26,7 @@ class GraphRunner:
         self.record, self.checks, self.wgrad = record, checks, wgrad
         self.label, self.microbatch, self.calls = record.label, record.microbatch, record.calls
         self.forward_graph, self.backward_graph = record.forward_graph, record.backward_graph
-        self.aliased_grads, self.weight_flag = record.aliased_grads, record.weight_flag
+        self.aliased_grads, self.weight_flag, self.order = record.aliased_grads, record.weight_flag, record.order
 
     def run_forward(self, given, stream, event, first_microbatch) -> tuple[torch.Tensor, ...]:
         forward, calls, aliased_grads = self.forward_graph, self.calls, self.aliased_grads
@@ -37,6 +37,8 @@ class GraphRunner:
             aliased_grads.copy_out_param_grads(self.microbatch.forward_position)
         increment_version(forward.version_bumps)  # before the forward: on a CPU autograd records it
         if stream is None:  # copy_into_static and the replay, inlined: each Python call costs host time
+            if self.order is not None and self.order.unfinished is not None:
+                self.order.wait(self.record.backend.current_stream())
             low, high = forward.overlap_range
             copies, overlaps = [], False
             for static, address, tensor in zip(inputs, addresses, given):
@@ -97,6 +99,8 @@ class GraphRunner:
     def run_backward(self, ctx, grads) -> list[torch.Tensor | None]:
         self._check_backward(ctx)
         record, back, calls, aliased_grads = self.record, self.backward_graph, self.calls, self.aliased_grads
+        if self.order is not None:
+            self.order.enter(record.backward_turn)
         delayed = () if record.wgrad_graph is None else record.wgrad_graph.parameters
         unwanted = self.wgrad.unwanted() if back.fused or delayed else ()
         position = self.microbatch.backward_position
@@ -110,6 +114,8 @@ class GraphRunner:
         restores = self.wgrad.prepare_main_grads(back.fused, first_microbatch, unwanted) if back.fused else ()
         to_copy = back.grad_outputs, back.grad_addresses, back.overlap_range, grads
         if stream is None:
+            if self.order is not None and self.order.unfinished is not None:
+                self.order.wait(record.backend.current_stream())
             copy_into_static(*to_copy)
             back.replay()
         else:
