@@ -307,7 +307,7 @@ def test_the_loss_balances(device):
 
 
 def test_bad_arguments(device):
-    for options in ({"ep_group": object()}, {"ep_transport": "peer"}, {"stash": object()}):
+    for options in ({"ep_group": object()}, {"ep_transport": "peer"}):
         with refused(NotImplementedError, "MoEMLP", f"'{next(iter(options))}'"):
             build(device, **options)
     for experts in ((0, 7), (2, 2), (3, 1), (-1, 2), 3, (0.7, 2.9), "13", (1, 2, 3)):

@@ -3,9 +3,12 @@ results. The host never waits for the device."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -18,6 +21,18 @@ from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
 from transformer_engine.pytorch.moe.topk_router import TopKRouter
 
 ROWS = 128  # a capacity is a multiple of so many
+_STASH_METHODS = ("pre_schedule", "group", "post_schedule")
+_numbers = itertools.count()  # of groups of stashes
+
+
+class Stash(Protocol):
+    """The calls of MoEMLP on a stash such as te.stash.PagedStash."""
+
+    def pre_schedule(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def group(self, name: Hashable, *, tail: str) -> AbstractContextManager: ...
+
+    def post_schedule(self, y: torch.Tensor) -> torch.Tensor: ...
 
 
 def expert_range(op: str, experts: tuple[int, int] | None, num_experts: int) -> tuple[int, int]:
@@ -54,7 +69,9 @@ class MoEMLP(Composite):
     its logits are float32. activation, activation_params, save_preactivation and the options of weight gradients: the
     experts'. FP8 (te.autocast) is that of GroupedLinear, in the experts alone.
     The rows of all experts are kept for the backward, with keep_rows and without: this version does not gather them
-    again. Not available in this version (NotImplementedError): ep_group, ep_transport, stash.
+    again. stash: a te.stash.PagedStash, which keeps the live rows of all tensors that the experts save, the rows
+    themselves, the pre-activation and the probabilities; the module is one of its groups, between its schedulers.
+    Not available in this version (NotImplementedError): ep_group, ep_transport.
     """
 
     def __init__(
@@ -88,12 +105,18 @@ class MoEMLP(Composite):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         name: str | None = None,
-        stash: object | None = None,
+        stash: Stash | None = None,
     ) -> None:
         super().__init__()
         op = type(self).__name__
         refuse(op, "experts over ranks", ep_group=ep_group, ep_transport=ep_transport != "auto" and ep_transport)
-        refuse(op, "a stash of the layer's own", stash=stash)
+        missing = [] if stash is None else [m for m in _STASH_METHODS if not callable(getattr(stash, m, None))]
+        if missing:
+            raise TypeError(
+                f"{op}: argument 'stash' is a {type(stash).__name__} without {missing[0]}(), wanted a "
+                "te.stash.PagedStash, or None."
+            )
+        self.stash, self.stash_group = stash, next(_numbers)
         check_size(op, "num_experts", num_experts, 1)
         check_size(op, "hidden_size", hidden_size, 1)
         check_size(op, "ffn_hidden_size", ffn_hidden_size)
@@ -157,10 +180,16 @@ class MoEMLP(Composite):
         if not recompute_phase().recomputing:  # whose counts are those of an earlier call
             self._keep_counts(routing.tokens_per_expert)
         local = slice(self.first_expert, self.last_expert)
+        stash = self.stash
+        source = tokens if stash is None else stash.pre_schedule(tokens)
         rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
-            tokens, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
+            source, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
         )
-        out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+        # Nothing reads a row past the total, so a reload need not write there.
+        with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
+            out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+        if stash is not None:
+            out = stash.post_schedule(out)
         y = permutation.moe_unpermute(out, row_id_map, restore_shape=tokens.shape)
         return y.view(inp.shape), routing.aux_loss
 
