@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""A stack of MoE blocks whose experts compute in buffers for the worst case, because CUDA graphs require static shapes.
-The stash keeps the live rows for the backward in pages, with the same losses and gradients, bit for bit. Some experts
-are elsewhere, so the number of rows varies from layer to layer and from step to step. It runs three routings, eager and
-in one CUDA graph; too few device pages beside host pages; and a step that finds no room, changes nothing, and is
-repeated.
+"""A stack of MoE blocks (te.MoEMLP) whose experts compute in buffers for the worst case, because CUDA graphs require
+static shapes. The stash keeps the live rows for the backward in pages, with the same losses and gradients, bit for bit.
+Some experts are elsewhere, so the number of rows varies from layer to layer and from step to step. It runs three
+routings, eager and in one CUDA graph; too few device pages beside host pages; and a step that finds no room, changes
+nothing, and is repeated.
 
     python examples/moe_stash.py                        # on this machine's device
     python examples/moe_stash.py --capacity 6 --layers 8
     python examples/moe_stash.py --device cpu --steps 2
 
-Without a GPU nothing is captured; torch's grouped_mm is then a loop of products. Writes <out>/occupancy.{svg,png,csv}.
+Without a GPU nothing is captured. Writes <out>/occupancy.{svg,png,csv}.
 """
 
 import argparse

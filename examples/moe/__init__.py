@@ -1,1 +1,1 @@
-"""The parts of examples/moe_stash.py: MoE blocks in torch's own operations, and steps of a stack of them."""
+"""The parts of examples/moe_stash.py: MoE blocks with te.MoEMLP, and steps of a stack of them."""

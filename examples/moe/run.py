@@ -42,7 +42,7 @@ class Run:
     def __init__(self, config: Config, device: torch.device, stash: PagedStash | None = None, around=None) -> None:
         torch.manual_seed(0)
         self.config, self.device, self.stash, self.around = config, device, stash, around
-        self.model = MoEStack(config, device)
+        self.model = MoEStack(config, device, stash)
         # FusedAdam takes a gate on CUDA; torch's own fused optimizer does anywhere.
         self.optimizer = (
             FusedAdam(self.model.parameters(), lr=1e-3, capturable=True, master_weights=True)
@@ -59,7 +59,7 @@ class Run:
     def compute(self, x: torch.Tensor, target: torch.Tensor) -> None:
         """Forward and backward, into new or existing gradients; the loss stays in its static tensor."""
         self.model.zero_grad(set_to_none=not self.gradients_stay)
-        y = self.model(x, self.stash, self.around)
+        y = self.model(x, self.around)
         loss = torch.nn.functional.mse_loss(y.float(), target.float())
         loss.backward()
         self.loss.copy_(loss.detach())

@@ -1,7 +1,6 @@
 """examples/moe_stash.py on tiny layers: its checks pass, and a failed check is reported.
 
-Mutants: in ToRows.backward of moe/blocks.py collect without looking at is_here (gradients of rows without a token);
-in StashHandle::start_load (csrc/stash/stash_handle.cpp) leave the memory unread (torch.zeros and no load).
+Mutant: in StashHandle::start_load (csrc/stash/stash_handle.cpp) leave the memory unread (torch.zeros and no load).
 """
 
 import csv
@@ -55,7 +54,18 @@ def test_shapes_that_follow_the_counts_give_the_same_bits(device):
         loss = torch.nn.functional.mse_loss(model(x).float(), target.float())
         loss.backward()
         results.append(Result(loss.detach(), [p.grad for p in model.parameters()]))
+        assert all(bool(p.grad.any()) for name, p in model.named_parameters() if "experts" not in name)
     assert results[0].equals(results[1])
+
+
+def test_the_hot_expert_is_chosen_by_all_tokens(device):
+    config = Config(layers=2, tokens=64, hidden=32, ffn=32, experts=8, here=3, k=2, capacity=4.0)
+    model = MoEStack(config, torch.device(device))
+    for name, hot in (("balanced", False), ("hot", True)):
+        model.skew(name)
+        model(batch(config, torch.device(device), 0)[0])
+        first, second = (block.moe.tokens_per_expert for block in model.blocks)
+        assert (int(first[0]) == config.tokens) == hot and (int(second[-1]) == config.tokens) == hot
 
 
 def test_bad_options_are_refused(capsys):
