@@ -2,6 +2,7 @@
 import pytest
 import torch
 from support import refused
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import data_parallel
@@ -73,6 +74,16 @@ def test_modules():
         quantized = te.Linear(24, 32, device="cpu", params_dtype=torch.bfloat16)
     with refused(NotImplementedError, "'weight'", "24 bytes", "a multiple of 16"):
         DistributedDataParallel(Config(use_distributed_optimizer=True), quantized)
+
+
+def test_parameters_on_two_devices():
+    """The second one is a fake tensor: it has a device, and no memory there."""
+    with FakeTensorMode():
+        elsewhere = torch.nn.Linear(4, 4, device="cuda:0")
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), elsewhere)
+    with refused(ValueError, "'1.weight' is on cuda:0", "'0.weight' on cpu", "one device"):
+        DistributedDataParallel(Config(), module)
+    assert not any(hasattr(p, "main_grad") for p in module.parameters())
 
 
 def test_gathers_without_shards_warn_and_have_no_hooks():

@@ -2,10 +2,13 @@
 import contextlib
 import copy
 import itertools
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from ranks import here
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from transformer_engine.pytorch.data_parallel import (
     DistributedDataParallel,
@@ -181,6 +184,29 @@ def differing(rank, ranks):
     assert "no trainable parameter" in text, text
 
 
+def refused_meshes(rank, ranks):
+    """A mesh of two dimensions, on all ranks; one of its dimensions is taken."""
+    mesh = init_device_mesh(here().type, (1, ranks), mesh_dim_names=("tp", "dp"))
+    for name in ("process_group", "expert_process_group"):
+        module = Branches()
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        text = raised(ValueError, partial(DistributedDataParallel, config, module, **{name: mesh}))
+        assert f"'{name}' is a DeviceMesh of 2 dimensions" in text and "mesh['dp']" in text, text
+        assert not hasattr(module.used.weight, "main_grad")
+        assert len(DistributedDataParallel(config, module, **{name: mesh["dp"]}).bucket_groups) == 1
+
+
+def refused_dtensors(rank, ranks):
+    """Also one that is replicated: its memory is another tensor's."""
+    mesh = init_device_mesh(here().type, (ranks,))
+    for placement in (Shard(0), Replicate()):
+        module = Branches()
+        module.left.weight = torch.nn.Parameter(distribute_tensor(module.left.weight.detach(), mesh, [placement]))
+        text = raised(ValueError, partial(DistributedDataParallel, DistributedDataParallelConfig(), module))
+        assert "'left.weight' is a DTensor" in text and "whole on this rank" in text, text
+        assert not any(hasattr(p, "main_grad") for p in module.parameters())
+
+
 def experts(rank, ranks):
     """2 x 2: experts are summed over two ranks, and scaled by four as all others are."""
     groups = [dist.new_group([i, i + 2]) for i in range(2)]
@@ -209,6 +235,8 @@ OTHERS = {
     "unused": unused,
     "not finite": not_finite,
     "differing": differing,
+    "refused meshes": refused_meshes,
+    "refused DTensors": refused_dtensors,
 }
 
 
