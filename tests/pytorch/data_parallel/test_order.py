@@ -319,6 +319,22 @@ def test_gathers_start_before_reductions(monkeypatch):
     assert kinds == ["gather"] * 3 + ["reduce"] * 3
 
 
+def test_gathers_start_before_a_step_is_left(monkeypatch):
+    """Other ranks may be in a forward that waits for a layer which this rank has skipped."""
+    comm = FakeCommunicator()
+    ddp = wrapped(monkeypatch, comm, ladder(), **GATHERS, find_unused_parameters=True)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        comm.log.clear()
+        ddp.module[step](torch.ones(1, 16)).sum().backward()  # the second one is not the first in the order
+        if not step:
+            ddp.finish_grad_sync()
+            ddp.reset_param_sync_dispatch_state()
+    ddp.zero_grad_buffer()
+    kinds = [kind for what, kind, _ in comm.log if what != "wait"]
+    assert kinds == ["gather"] * 3 + ["step"] + ["reduce"] * 3
+
+
 def test_a_step_that_an_exception_ended(monkeypatch):
     """Collectives in flight are waited for, the others start on this rank too, and the next step finds none of them."""
     comm = FakeCommunicator()

@@ -404,6 +404,7 @@ class DistributedDataParallel(torch.nn.Module):
         lacking = [group for group in self._groups if group.is_partial]
         if not lacking:
             return
+        self._order.start_gathers()  # a rank that comes later may still be in a forward that waits for them
         self._comm.leave(
             self._steps,
             f"zero_grad_buffer() was called after a backward that left gradients of {len(lacking)} of "
