@@ -16,7 +16,7 @@ from transformer_engine.pytorch.data_parallel import (
     DistributedOptimizer,
 )
 
-from .cases import each, whole
+from .cases import each, raised, whole
 
 WIDTH, ROWS = 6, 3
 PROGRAMS = 24
@@ -42,7 +42,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, draw):
         super().__init__()
-        shapes = [(WIDTH, draw.choice([1, 5, 6, 11])) for _ in range(draw.randint(2, 5))]
+        shapes = [(WIDTH, draw.choice([1, 5, 6, 11])) for _ in range(draw.randint(2, 8))]
         self.layers = torch.nn.ModuleList(torch.nn.Linear(*s, bias=draw.random() < 0.5) for s in shapes)
         self.twice = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         self.frozen = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=draw.random() < 0.5)
@@ -61,9 +61,8 @@ class Net(torch.nn.Module):
         return total
 
 
-def plan(seed):
-    """The program: the same on both ranks, and data of both."""
-    draw = random.Random(seed)
+def drawn_options(draw):
+    """(options of a wrapper, whether its loss is one per token): the same on both ranks."""
     mode = draw.choice(["sum", "average", "reproducible", "fp32 accumulation", "per token"])
     options = {
         "use_distributed_optimizer": draw.random() < 0.6,
@@ -76,7 +75,7 @@ def plan(seed):
         "debug": draw.random() < 0.5,
     }
     options["overlap_param_gather"] = options["use_distributed_optimizer"] and draw.random() < 0.7
-    return draw, options, mode == "per token"
+    return options, mode == "per token"
 
 
 def batch(draw):
@@ -88,33 +87,52 @@ def batch(draw):
 class Program:
     def __init__(self, rank, seed):
         self.rank = rank
-        self.draw, options, self.per_token = plan(seed)
-        self.find_unused = options["find_unused_parameters"]
+        self.draw = random.Random(seed)
         start = self.draw.random()
+        self.dampening = self.draw.choice([0.0, 0.5])
         self.module, self.alone = (Net(random.Random(start)).to(here()) for _ in range(2))
+        self.its_optimizer = self.sgd(self.alone)
+        self.wrap()
+
+    def wrap(self):
+        options, self.per_token = drawn_options(self.draw)
+        self.find_unused, self.overlapped = options["find_unused_parameters"], options["overlap_grad_reduce"]
         self.ddp = DistributedDataParallel(
             DistributedDataParallelConfig(**options), self.module, calculate_per_token_loss=self.per_token
         )
         self.optimizer = DistributedOptimizer(self.sgd(self.module), self.ddp)
-        self.its_optimizer = self.sgd(self.alone)
-        self.overlapped = options["overlap_grad_reduce"]
+
+    def wrap_again(self, folder):
+        """Maybe a part alone before the whole, with other options; the momentum goes on from a file."""
+        self.save(folder)
+        if self.draw.random() < 0.5:
+            part = self.draw.choice([*self.module.layers, self.module.twice])
+            DistributedDataParallel(DistributedDataParallelConfig(), part)
+            for name, p in self.module.named_parameters():
+                assert torch.equal(p, self.alone.state_dict()[name]), f"{name} after a part was wrapped again"
+            for call in (self.ddp.zero_grad_buffer, self.optimizer.zero_grad, self.optimizer.step):
+                assert "was wrapped again" in raised(RuntimeError, call)
+        self.wrap()
+        self.load(folder)
 
     def sgd(self, module):
         params = [p for p in module.parameters() if p.requires_grad]
-        return te.optimizers.FusedSGD(params, lr=2.0**-10, momentum=0.5)
+        return te.optimizers.FusedSGD(params, lr=2.0**-10, momentum=0.5, dampening=self.dampening)
 
     def used(self):
         """[of each rank: which layers it uses]: all, unless parameters may be left out."""
         count = len(self.module.layers)
         if not self.find_unused:
-            return [[True] * count] * 2
+            return [[True] * count for _ in range(2)]
         return [[self.draw.random() < 0.7 for _ in range(count)] for _ in range(2)]
 
     def fail(self):
         """A backward ends in another layer on each rank, after its first gradient and before its last; then all ranks
-        begin again. Returns whether it was tried."""
-        count = len(self.module.layers)
+        begin again."""
+        count, used = len(self.module.layers), self.used()
         layers = [self.draw.randrange(count - 1) for _ in range(2)]
+        for its, ends in zip(used, layers):
+            its[ends] = its[-1] = True
         held_back, xs = self.draw.random() < 0.3, batch(self.draw)
         if not self.overlapped:
             return
@@ -122,9 +140,9 @@ class Program:
         try:
             if held_back:
                 with self.ddp.no_sync():
-                    self.ddp(xs[self.rank], [True] * count).backward()
+                    self.ddp(xs[self.rank], used[self.rank]).backward()
             else:
-                self.ddp(xs[self.rank], [True] * count).backward()
+                self.ddp(xs[self.rank], used[self.rank]).backward()
         except Failure:
             pass
         else:
@@ -175,18 +193,26 @@ class Program:
         for name, wanted in self.alone.state_dict().items():
             assert torch.equal(state[name], wanted), f"{what}: {name}: {state[name]}, wanted {wanted}"
 
+    def state(self):
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self, folder):
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder):
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
     def save_and_load(self, folder):
         """The wrapper goes on from its file."""
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=folder)
+        self.save(folder)
         with torch.no_grad():
             for buffer in self.ddp.buffers:
                 if buffer.param_data is not None:
                     buffer.param_data.fill_(7.0)
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.load(folder)
 
     def run(self, folder):
         for number in range(5):
@@ -195,6 +221,8 @@ class Program:
                 self.compare(f"step {number}")
             if self.draw.random() < 0.15:
                 self.save_and_load(f"{folder}/{number}")
+            if self.draw.random() < 0.15:
+                self.wrap_again(f"{folder}/again{number}")
         self.compare("the end")
 
 

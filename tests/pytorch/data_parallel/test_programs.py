@@ -1,6 +1,7 @@
 # Random programs of two ranks have the weights of one process on the whole batch, to the bit: any options, microbatches
 # under no_sync(), unused and frozen parameters, a weight that is used twice, backwards that an exception ends, steps
-# that are not taken, and files in mid-run. The programs are the same in each run of the test.
+# that are not taken, files in mid-run, and modules that are wrapped again. The programs are the same in each run of the
+# test.
 import pytest
 from ranks import on_ranks
 
