@@ -7,12 +7,13 @@ BLOCK = 512  # keys of a block of chunked attention; lengths around it and above
 
 
 class Packed:
-    """Lengths of queries and keys as the tensors of a call; gap: rows of padding after each sequence and at the end."""
+    """Lengths of queries and keys as the tensors of a call, the same ones for both where the lengths are; gap: rows of
+    padding after each sequence and at the end; tail: further rows at the end."""
 
-    def __init__(self, lengths_q, lengths_kv=None, *, gap=0):
+    def __init__(self, lengths_q, lengths_kv=None, *, gap=0, tail=0):
         self.lengths = (lengths_q, lengths_q if lengths_kv is None else lengths_kv)
         self.starts = tuple([sum(n[:i]) + gap * i for i in range(len(n) + 1)] for n in self.lengths)
-        self.rows = tuple(starts[-1] + gap for starts in self.starts)
+        self.rows = tuple(starts[-1] + gap + tail for starts in self.starts)
         self.gap = gap
 
     def arguments(self, device, *, bounds=False):
@@ -24,6 +25,8 @@ class Packed:
                 given[f"cu_seqlens_{side}_padded"] = torch.tensor(starts, dtype=torch.int32, device=device)
             if bounds:
                 given[f"max_seqlen_{side}"] = max(lengths, default=0) + 3
+        if self.lengths[0] is self.lengths[1]:
+            given |= {name.replace("_q", "_kv"): t for name, t in given.items() if "_q" in name}
         return given
 
     def sequences(self, side):
@@ -95,10 +98,11 @@ def gradients(call, tensors):
     return [out.detach(), *torch.autograd.grad(out, inputs, cotangent, allow_unused=True, materialize_grads=True)]
 
 
-def check_close(got, exact, dtype, what="", rounded=None):
+def check_close(got, exact, dtype, what="", rounded=None, factor=1):
     """Each result within the roundings of its dtype: scores, softmax and context are three products in a row in float32
     (float64), each a sum of at most 2 * BLOCK terms of which errors add up as a root; the result is rounded once, and
-    in 16 bits so is out, from which the backward takes delta. rounded: the dtype of what went in, if another."""
+    in 16 bits so is out, from which the backward takes delta. rounded: the dtype of what went in, if another; factor:
+    of these errors, where a kernel rounds more often."""
     unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     rounding = 4 * torch.finfo(rounded or dtype).eps
     largest = max((wide(t).abs().max().item() for t in exact if t.numel()), default=0.0)
@@ -108,6 +112,6 @@ def check_close(got, exact, dtype, what="", rounded=None):
             continue
         top = wide(wanted).abs().max().item()
         top = largest if top < 1e-12 * largest else top  # zero by symmetry, as the scores' gradient with one key is
-        limit = (rounding + 3 * (2 * BLOCK) ** 0.5 * unit) * top
+        limit = factor * (rounding + 3 * (2 * BLOCK) ** 0.5 * unit) * top
         error = (wide(ours) - wide(wanted)).abs().max().item()
         assert error <= limit, f"{what} {i}: {error:.3g} from float64, wanted {limit:.3g}"

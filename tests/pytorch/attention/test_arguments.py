@@ -247,7 +247,6 @@ TENSOR = {"mask": "padding"}
         ({**TENSOR, "deterministic": True}, (MATH,), False, True, ("Deterministic", "mask tensor")),
         ({**TENSOR, "dtype": torch.float32}, (EFFICIENT, MATH), False, True, ("float32",)),
         ({**TENSOR, "bias": "post_scale_bias", "bias_grad": True}, (EFFICIENT, MATH), False, True, ("gradient",)),
-        ({"mask": "padding_causal", "packed": True}, (), False, False, ("Packed", "thd")),
         ({"mask": "causal", "sink": True}, (), False, False, ("sink", "log-sum-exp")),
         ({"mask": "causal", "softcap": True}, (), False, False, ("soft-capped",)),
         ({"mask": "causal", "max_logit": True, "device": "cpu"}, (), False, False, ("largest logit",)),
@@ -259,9 +258,48 @@ def test_paths(options, backends, is_causal, mask_tensor, words):
     options = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": False, **options}
     path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
     assert (path.backends, path.is_causal, path.mask_tensor) == (backends, is_causal, mask_tensor)
-    assert path.flash_window == ("window" in words) and path.chunked == (backends == ())
+    assert path.flash_window == ("window" in words) and bool(path.kernel) == (backends == ())
     assert path.reason.endswith(".") and "\n" not in path.reason
     assert all(word in path.reason for word in words), path.reason
+
+
+PACKED = {"mask": "padding_causal", "packed": True, "same_lengths": True, "widest_head": 128}
+
+
+@pytest.mark.parametrize(
+    "options, kernel, words",
+    [
+        ({}, "flash", ("Packed", "thd", "flash")),
+        ({"deterministic": True, "sink": True, "window": (4, 0)}, "flash", ("thd",)),
+        ({"same_lengths": False}, "chunked", ("bottom right", "cu_seqlens_q", "one tensor")),
+        ({"same_lengths": False, "mask": "padding"}, "flash", ("thd",)),
+        ({"same_lengths": False, "mask": "padding", "window": (4, 2)}, "flash", ("thd",)),
+        ({"same_lengths": False, "mask": "padding", "window": (4, 2), "bottom_right": False}, "chunked", ("top left",)),
+        ({"same_lengths": False, "mask": "padding_causal_bottom_right"}, "flash", ("thd",)),
+        ({"device": "cpu"}, "chunked", ("GPU",)),
+        ({"dtype": torch.float32}, "chunked", ("16-bit", "float32")),
+        ({"widest_head": 264}, "chunked", ("256",)),
+        ({"bias": "alibi"}, "chunked", ("ALiBi",)),
+        ({"softcap": True}, "chunked", ("soft-capped",)),
+        ({"max_logit": True}, "chunked", ("largest logit",)),
+        ({"away": ("NVTE_FLASH_ATTN",)}, "chunked", ("NVTE_FLASH_ATTN=0",)),
+        ({"away": ("NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")}, "flash", ("thd",)),
+    ],
+)
+def test_the_kernel_of_packed_sequences(options, kernel, words):
+    options = {"device": "cuda", "dtype": torch.bfloat16, **PACKED, **options}
+    path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
+    assert path.kernel == kernel and path.backends == () and all(word in path.reason for word in words), path.reason
+    assert path.pattern.bottom_right or kernel == "chunked"
+
+
+def test_what_helps_packed_sequences_without_a_kernel():
+    """Flash where it takes them, else chunked alone."""
+    device, both = torch.device("cuda"), {"NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"}
+    with refused(RuntimeError, "NVTE_FLASH_ATTN=0, NVTE_UNFUSED_ATTN=0", "set one of them to 1"):
+        attention_path(device, torch.bfloat16, away=both, **PACKED)
+    with refused(RuntimeError, "call: NVTE_UNFUSED_ATTN=0 disables the plain one; set it to 1", "float32"):
+        attention_path(device, torch.float32, away=both, **PACKED)
 
 
 def test_torchs_deterministic_mode_is_the_default(device):

@@ -26,7 +26,7 @@ def test_opcheck(device, layout):
     bias = None if packed else torch.randn(1, 4, 3, 3, **floats)
     told = rows(q=lengths, kv=lengths) if packed else rows(present_q=torch.ones(2, 3, dtype=torch.bool, device=device))
     sink, slopes = torch.zeros(4, **floats), torch.ones(4, **floats)
-    rest = (told, layout, PATTERN, SCORES)
+    rest = (told, layout, "chunked", PATTERN, SCORES)
     leaves = [t if t is None else t.clone().requires_grad_() for t in (q, k, v, bias, slopes, sink)]
     torch.library.opcheck(ops.attention.default, (*leaves, *rest))
     torch.library.opcheck(ops.attention_fwd.default, (q, k, v, bias, slopes, sink, *rest))
@@ -54,7 +54,7 @@ def test_the_memory_plan_has_the_kept_tensors(device):
     tensors = [t.requires_grad_() for t in packed.tensors(4, 2, 16, 16, torch.bfloat16, device)]
     module = te.DotProductAttention(4, 16, 2, qkv_format="thd", attn_mask_type="padding")
     plan = te.memory_plan(module, *tensors, **packed.arguments(device))
-    assert sum(row.bytes for row in plan.rows) == 300 * 16 * 2 * (4 + 2 + 2 + 4) + 300 * 4 * 4 + 2 * 3 * 4
+    assert sum(row.bytes for row in plan.rows) == 300 * 16 * 2 * (4 + 2 + 2 + 4) + 300 * 4 * 4 + 3 * 4
     assert all(name in str(plan) for name in ("attention output", "log of the sum of exp"))
 
 
@@ -69,6 +69,7 @@ def test_double_backward_is_refused(device):
     "change, words",
     [
         ({"layout": "hsbd"}, ("'layout'", "hsbd", "thd")),
+        ({"kernel": "flesh"}, ("'kernel'", "flesh", "'flash'")),
         ({"q": (2, 3, 16)}, ("'q'", "[2, 3, 16]", "heads, head_dim")),
         ({"k": (2, 3, 2, 4)}, ("'k'", "[2, 3, 2, 4]", "head_dim of 'q'")),
         ({"k": (2, 3, 3, 8)}, ("'k'", "[2, 3, 3, 8]", "divides")),

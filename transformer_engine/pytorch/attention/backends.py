@@ -1,4 +1,5 @@
-"""Selects one of PyTorch's attention backends, with a reason: the only place that does. It computes nothing."""
+"""Selects the backend of attention, one of PyTorch's or a kernel of functional.attention, with a reason: the only
+place that does. It computes nothing."""
 
 import os
 from collections.abc import Collection
@@ -46,7 +47,7 @@ class AttentionPath(NamedTuple):
     choice to torch (the CPU). pattern: the visible keys, at these lengths. It reaches the backend as is_causal, as a
     mask tensor, or as flash's own window; or everything is visible. dtype: the backend's dtype of computation.
     repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups.
-    chunked: functional.attention computes, which takes the pattern as it is; no backend of torch does."""
+    kernel: of functional.attention, which computes and takes the pattern as it is; '': scaled_dot_product_attention."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -56,7 +57,11 @@ class AttentionPath(NamedTuple):
     flash_window: bool
     repeat_groups: bool
     reason: str
-    chunked: bool = False
+    kernel: str = ""
+
+
+# The widest head of flash in functional.attention, which pads heads.
+_WIDEST_FLASH = 256
 
 
 def flash_takes(head_dims: tuple[int, int]) -> bool:
@@ -83,16 +88,26 @@ def attention_path(
     sink: bool = False,
     softcap: bool = False,
     max_logit: bool = False,
+    widest_head: int = 0,
+    same_lengths: bool = False,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
-    max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. RuntimeError if no backend is left."""
+    max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. widest_head, same_lengths, of packed sequences:
+    their largest head_dim; each sequence has as many queries as keys. RuntimeError if no backend is left."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
-    reason = _chunked_reason(packed, sink, softcap, max_logit)
+    kernel, reason = "chunked", _chunked_reason(sink, softcap, max_logit)
+    if packed:
+        own_end = pattern.positional and not pattern.bottom_right and not same_lengths
+        refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
+        if not refused and "NVTE_FLASH_ATTN" not in away:
+            kernel, pattern = "flash", pattern._replace(bottom_right=True)
+        reason = _packed_reason(refused, kernel)
+    if kernel == "chunked" and reason and "NVTE_UNFUSED_ATTN" in away:
+        flash_helps = packed and not refused
+        raise nobody_left(("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN") if flash_helps else ("NVTE_UNFUSED_ATTN",), reason)
     if reason:
-        if "NVTE_UNFUSED_ATTN" in away:
-            raise nobody_left(("NVTE_UNFUSED_ATTN",), reason)
-        return AttentionPath((), dtype, pattern, False, False, False, False, reason, chunked=True)
+        return AttentionPath((), dtype, pattern, False, False, False, False, reason, kernel=kernel)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
     positional = bare and pattern.positional and not is_causal
@@ -129,10 +144,45 @@ def attention_path(
     return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
 
 
-def _chunked_reason(packed: bool, sink: bool, softcap: bool, max_logit: bool) -> str:
+def _packed_reason(refused: str, kernel: str) -> str:
+    if refused:
+        return f"Packed sequences (thd): flash does not take them here. {refused}"
+    if kernel == "flash":
+        return "Packed sequences (thd): flash; cuDNN's entry for them is not used."
+    return "NVTE_FLASH_ATTN=0: packed sequences (thd) without flash."
+
+
+def _flash_refuses(
+    device: torch.device,
+    dtype: torch.dtype,
+    widest_head: int,
+    bias: str,
+    softcap: bool,
+    max_logit: bool,
+    own_end: bool,
+) -> str:
+    """Why flash does not take packed sequences, or nothing. own_end: a diagonal begins top left, and each sequence has
+    lengths of its own."""
+    if device.type != "cuda":
+        return "It runs on a GPU alone."
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"It takes 16-bit types alone, and the input is {dtype}."
+    if widest_head > _WIDEST_FLASH:
+        return f"Its widest head has {_WIDEST_FLASH} elements."
+    if bias != "no_bias":
+        return "Its backward has no ALiBi."
+    if softcap or max_logit:
+        return _chunked_reason(False, softcap, max_logit)
+    if own_end:
+        return (
+            "Its diagonal ends bottom right, the mask's begins top left, and cu_seqlens_q and cu_seqlens_kv are two "
+            "tensors; where the lengths are the same, pass one tensor as both."
+        )
+    return ""
+
+
+def _chunked_reason(sink: bool, softcap: bool, max_logit: bool) -> str:
     """Why no backend of torch takes the call, or nothing."""
-    if packed:
-        return "Packed sequences (thd): flash's packed entry is not chosen before it has been measured here."
     if sink:
         return "The softmax has a sink, which needs the log-sum-exp of each row; torch's attention does not return it."
     if softcap:
@@ -177,8 +227,8 @@ _NODES = {
 
 def path_taken(out: torch.Tensor, path: AttentionPath) -> tuple[str, str]:
     """For te.explain: the backend that made `out`, by its autograd node, and why a faster one was not used."""
-    if path.chunked:
-        return "chunked", path.reason
+    if path.kernel:
+        return path.kernel, path.reason
     backend, node, hops = None, out.grad_fn, 0
     while backend is None and node is not None and hops < 3:  # views may follow it: transposed, or padded heads
         backend = _NODES.get(node.name().removesuffix("Backward0"))

@@ -48,6 +48,7 @@ def attention(
     bias_scale: float = 1.0,
     alibi_slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    kernel: str = "chunked",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_logit) with s = scale q k^T, then softcap tanh(s / softcap), then + bias_scale bias
     - alibi_slopes |distance from the diagonal|; p = exp(s) / (exp(sink) + sum exp(s)), out = p v, lse the logarithm of
@@ -63,18 +64,24 @@ def attention(
     cu_seqlens_*_padded the rows where they begin, if not there; max_seqlen_* bound the lengths. Other rows are padding:
     they may hold any finite value, their results and gradients are 0. A GPU checks the lengths on the device, and the
     host waits for them only where max_seqlen_* is None.
-    Dtypes: float64, float32, float16, bfloat16; computed in float32, float64 for float64, rounded once.
+    kernel: 'chunked' takes every call on any device. 'flash' is PyTorch's flash attention of packed sequences on a GPU:
+    float16 and bfloat16, head_dim up to 256, no slopes, no softcap, scale > 0, with a window bottom_right; its lse has
+    no gradient, and max_logit is empty, [0].
+    Dtypes: float64, float32, float16, bfloat16; computed in float32, float64 for float64, rounded once ('flash': it
+    rounds probabilities and score gradients too, and repeats its bits under deterministic algorithms).
     Saves q, k, v, out and lse: the backward computes blocks of scores again.
     Errors: ValueError naming the argument.
     """
     rows = [mask, present_q, present_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded]
+    if kernel == "flash" and q.is_cpu:
+        raise ValueError("attention: kernel 'flash' runs on a GPU, and argument 'q' is on cpu; use kernel='chunked'.")
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     for name, most in bounds.items():
         if most is not None:
             check_size("attention", name, most)
     pattern = [*_window(window), int(bottom_right), *(-1 if most is None else most for most in bounds.values())]
     scores = [_number("scale", scale), _number("bias_scale", bias_scale), _number("softcap", softcap)]
-    args = (q, k, v, bias, alibi_slopes, sink, rows, layout, pattern, scores)
+    args = (q, k, v, bias, alibi_slopes, sink, rows, layout, kernel, pattern, scores)
     if torch.compiler.is_compiling():
         return torch.ops.te.attention(*args)
     return _C.attention(*args)

@@ -76,15 +76,15 @@ class DotProductAttention(TransformerEngineBaseModule):
     is 0, or the parameter softmax_offset, float32 [h], zeros at first, on `device` (an extension of the common API).
     return_max_logit: the call returns (result, m), m [h] the largest seen score of each head, without the sink and
     without a gradient.
-    functional.attention computes packed sequences, sinks, soft-capped scores and the largest logit, in blocks, without
-    a tensor of queries x keys; it has no dropout and repeats its bits.
+    functional.attention computes packed sequences, sinks, soft-capped scores and the largest logit without a tensor of
+    queries x keys; it has no dropout. Its kernel flash takes packed sequences in 16 bits on a GPU, chunked the others.
 
     A module that is made with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 in the environment does not use
     flash, cuDNN or the plain backend.
     tp_size or a tp_group: heads and groups are divided over its ranks; attributes, q, k and v, and the per-head parts
     of masks, biases and slopes, belong to this rank. Nothing is communicated. Dropout is drawn inside
     get_rng_state_tracker().fork(), unless sequence_parallel: then the caller forks around the whole layer.
-    Determinism: torch's attention repeats its bits only under torch.use_deterministic_algorithms(True).
+    Determinism: torch's attention, flash too, repeats its bits only under torch.use_deterministic_algorithms(True).
     """
 
     softmax_type, return_max_logit = "vanilla", False  # of modules that were pickled without them
@@ -259,11 +259,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             sink=self.softmax_type != "vanilla",
             softcap=bool(softcap),
             max_logit=self.return_max_logit,
+            widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
+            same_lengths=cu_seqlens_q is cu_seqlens_kv,
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
-        if path.chunked:
+        if path.kernel:
             scores |= biases | {"softcap": softcap, "padded": padded, "max_seqlens": max_seqlens}
-            run, attn_mask = partial(self._by_chunks, sizes=sizes, path=path, **scores), None
+            run, attn_mask = partial(self._by_kernel, sizes=sizes, path=path, **scores), None
         else:
             run, attn_mask = self._by_torch(sizes, path, **scores, **biases)
         if checkpoint_core_attention:
@@ -384,7 +386,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         run = partial(self._attend, layout=sizes.layout, path=path, unseen=made.unseen, padding=made.padding)
         return run, made.attn_mask
 
-    def _by_chunks(
+    def _by_kernel(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -428,6 +430,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             window=(pattern.left, pattern.right),
             bottom_right=pattern.bottom_right,
             sink=self._sink(sizes.device),
+            kernel=path.kernel,
             **rows,
         )
         if not torch.compiler.is_compiling() and _C.is_recording():

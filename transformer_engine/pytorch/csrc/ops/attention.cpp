@@ -1,4 +1,4 @@
-// The binding of attention: one autograd node over a kernel that returns out and lse (attention_chunked.h), with
+// The binding of attention: one autograd node over a kernel that returns out and lse (attention_kernels.h), with
 // checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head.
 #include "ops/attention_call.h"
 
@@ -7,7 +7,7 @@
 
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
-#include "ops/attention_chunked.h"
+#include "ops/attention_kernels.h"
 #include "ops/attention_rows.h"
 
 namespace te_torch {
@@ -181,35 +181,40 @@ void check_arguments(const AttentionCall& call) {
 
 Three attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                     const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
-                    std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+                    std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
+                    at::ArrayRef<double> scores) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
-  check_arguments(call);
+  const AttentionKernel& chosen = attention_kernel(kernel);
+  check_arguments(call), chosen.check(call);
   check_memory(q, kOp, "q"), check_memory(k, kOp, "k"), check_memory(v, kOp, "v");
   check_sequences(call);
-  AttentionResult result = chunked_attention(call);
-  return {result.out, result.lse, result.max_logit};
+  const AttentionResult result = chosen.forward(call);
+  return {result.out, result.lse, chosen.has_max_logit ? result.max_logit : result.lse.new_empty({0})};
 }
 
 Three attention_fwd_meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                          const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
-                         std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+                         std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
+                         at::ArrayRef<double> scores) {
   const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
-  check_arguments(call);
+  const AttentionKernel& chosen = attention_kernel(kernel);
+  check_arguments(call), chosen.check(call);
   const auto floats = q.options().dtype(call.compute_dtype());
   c10::SymDimVector shape(q.sym_sizes().begin(), q.sym_sizes().end() - 1);
   const Tensor lse = q.new_empty_symint(shape, floats);
   shape.push_back(v.sym_size(-1));
-  return {q.new_empty_symint(shape), lse, q.new_empty_symint({q.sym_size(-2)}, floats)};
+  return {q.new_empty_symint(shape), lse, q.new_empty_symint({chosen.has_max_logit ? q.sym_size(-2) : 0}, floats)};
 }
 
 Six attention_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
                   const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sink,
                   const Tensor& out, const Tensor& lse, const TensorsOrNone& rows, std::string_view layout,
-                  at::IntArrayRef pattern, at::ArrayRef<double> scores, AttentionWanted wanted) {
+                  std::string_view kernel, at::IntArrayRef pattern, at::ArrayRef<double> scores,
+                  AttentionWanted wanted) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
-  AttentionGradients g = chunked_attention_backward(call, {out, lse, {}}, dout, dlse.value_or(Tensor()), wanted);
+  AttentionGradients g = attention_kernel(kernel).backward(call, {out, lse, {}}, dout, dlse.value_or(Tensor()), wanted);
   for (Tensor& gradient : g) {
     if (!gradient.defined()) gradient = q.new_empty({0});
   }
@@ -219,8 +224,8 @@ Six attention_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& 
 Six attention_bwd_meta(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
                        const Tensor& v, const OptionalTensor& bias, const OptionalTensor& slopes,
                        const OptionalTensor& sink, const Tensor& out, const Tensor& lse, const TensorsOrNone& rows,
-                       std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores,
-                       AttentionWanted wanted) {
+                       std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
+                       at::ArrayRef<double> scores, AttentionWanted wanted) {
   const auto like = [&](AttentionInput input, const OptionalTensor& t) {
     return wanted[input] ? t->new_empty_symint(t->sym_sizes()) : q.new_empty({0});
   };
@@ -231,7 +236,7 @@ Six attention_bwd_meta(const Tensor& dout, const OptionalTensor& dlse, const Ten
 struct AttentionFamily {
   static constexpr const char* kName = kOp;
   struct State {
-    std::string layout;
+    std::string layout, kernel;
     std::vector<int64_t> pattern;
     std::vector<double> scores;
   };
@@ -240,11 +245,11 @@ struct AttentionFamily {
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sink,
-                               const TensorsOrNone& rows, std::string_view layout, at::IntArrayRef pattern,
-                               at::ArrayRef<double> scores) {
-    state = {std::string(layout), pattern.vec(), scores.vec()};
+                               const TensorsOrNone& rows, std::string_view layout, std::string_view kernel,
+                               at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+    state = {std::string(layout), std::string(kernel), pattern.vec(), scores.vec()};
     auto [out, lse, max_logit] = Mode::template call<attention_fwd>("te::attention_fwd", q, k, v, bias, slopes, sink,
-                                                                    rows, layout, pattern, scores);
+                                                                    rows, layout, kernel, pattern, scores);
     save.keep(kQuery, q, kAttended), save.keep(kKey, k, kAttended), save.keep(kValue, v, kAttended);
     save.keep(kScoreBias, bias, kScoreInput), save.keep(kSlopes, slopes, kScoreInput);
     save.keep(kSink, sink, kScoreInput);
@@ -268,7 +273,7 @@ struct AttentionFamily {
     const Six g = Mode::template call<attention_bwd>(
         "te::attention_bwd", dout, dlse, saved[kQuery], saved[kKey], saved[kValue], saved.optional(kScoreBias),
         saved.optional(kSlopes), saved.optional(kSink), saved[kOut], saved[kLse], rows, std::string_view(state.layout),
-        at::IntArrayRef(state.pattern), at::ArrayRef<double>(state.scores), wanted);
+        std::string_view(state.kernel), at::IntArrayRef(state.pattern), at::ArrayRef<double>(state.scores), wanted);
     variable_list out{std::get<0>(g), std::get<1>(g), std::get<2>(g), std::get<3>(g), std::get<4>(g), std::get<5>(g)};
     for (size_t i = 0; i < kAttentionInputs; ++i) {
       if (!wanted[i]) out[i] = Tensor();
@@ -279,45 +284,47 @@ struct AttentionFamily {
 
 Three attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                          const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
-                         std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
+                         std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
+                         at::ArrayRef<double> scores) {
   const variable_list out =
-      Node<AttentionFamily, Dispatched>::run(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+      Node<AttentionFamily, Dispatched>::run(q, k, v, bias, slopes, sink, rows, layout, kernel, pattern, scores);
   return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
 }
 
 Three attention_dispatched(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                            const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
-                           std::string_view layout, at::IntArrayRef pattern, at::ArrayRef<double> scores) {
-  return Dispatched::call<attention_fwd>("te::attention_fwd", q, k, v, bias, slopes, sink, rows, layout, pattern,
-                                         scores);
+                           std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
+                           at::ArrayRef<double> scores) {
+  return Dispatched::call<attention_fwd>("te::attention_fwd", q, k, v, bias, slopes, sink, rows, layout, kernel,
+                                         pattern, scores);
 }
 
 // Called by Python in eager mode.
 Three attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                 const OptionalTensor& slopes, const OptionalTensor& sink,
-                const std::vector<OptionalTensor>& row_tensors, const std::string& layout,
+                const std::vector<OptionalTensor>& row_tensors, const std::string& layout, const std::string& kernel,
                 const std::vector<int64_t>& pattern, const std::vector<double>& scores) {
   TensorsOrNone rows;
   std::vector<const Tensor*> given{&q, &k, &v, pointer_to(bias), pointer_to(slopes), pointer_to(sink)};
   for (const OptionalTensor& t : row_tensors) rows.push_back(t), given.push_back(pointer_to(t));
   if (must_dispatch(given)) {
     return Dispatched::call<attention_autograd>("te::attention", q, k, v, bias, slopes, sink, rows,
-                                                std::string_view(layout), at::IntArrayRef(pattern),
-                                                at::ArrayRef<double>(scores));
+                                                std::string_view(layout), std::string_view(kernel),
+                                                at::IntArrayRef(pattern), at::ArrayRef<double>(scores));
   }
   if (!needs_graph({&q, &k, &v, pointer_to(bias), pointer_to(slopes), pointer_to(sink)})) {
-    return attention_fwd(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+    return attention_fwd(q, k, v, bias, slopes, sink, rows, layout, kernel, pattern, scores);
   }
-  const variable_list out =
-      Node<AttentionFamily, Direct>::run(q, k, v, bias, slopes, sink, rows, std::string_view(layout),
-                                         at::IntArrayRef(pattern), at::ArrayRef<double>(scores));
+  const variable_list out = Node<AttentionFamily, Direct>::run(q, k, v, bias, slopes, sink, rows,
+                                                               std::string_view(layout), std::string_view(kernel),
+                                                               at::IntArrayRef(pattern), at::ArrayRef<double>(scores));
   return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
 }
 
 }  // namespace
 
 #define TE_INPUTS "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? sink, "
-#define TE_CALL "Tensor?[] rows, str layout, int[] pattern, float[] scores"
+#define TE_CALL "Tensor?[] rows, str layout, str kernel, int[] pattern, float[] scores"
 
 TE_OP_REGISTRATION(attention, ops) {
   ops.op("attention_fwd(" TE_INPUTS TE_CALL ") -> (Tensor, Tensor, Tensor)")

@@ -1,0 +1,138 @@
+# Packed modules on a GPU take flash: te.explain names it, NVTE_FLASH_ATTN=0 leaves chunked, whose values it has; no
+# wait for the device, captured replays with changing lengths, compiled and recomputed calls.
+import pytest
+import torch
+from plain_modules import angles, randomize
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+
+from .packed_cases import Packed, check_close, gradients
+
+pytestmark = pytest.mark.gpu
+HEADS, GROUPS, HEAD, TOKENS = 8, 2, 64, 640
+LENGTHS = [1, 200, 0, 63, 300]
+
+
+def module(**options):
+    options = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "device": "cuda", **options}
+    return te.DotProductAttention(HEADS, HEAD, GROUPS, **options)
+
+
+def tensors(packed, dtype=torch.bfloat16):
+    return packed.tensors(HEADS, GROUPS, HEAD, HEAD, dtype, "cuda")
+
+
+def path(module, inputs, **call):
+    (row,) = [row for row in te.explain(module, *inputs, **call).rows if row.op == "attention"]
+    return row.path
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+@pytest.mark.parametrize("options", [{}, {"window_size": (64, 0)}, {"attn_mask_type": "padding"}], ids=str)
+def test_it_has_chunked_s_values(monkeypatch, dtype, kind, options):
+    packed = Packed(LENGTHS, tail=70)
+    inputs, call = tensors(packed, dtype), packed.arguments("cuda", bounds=True)
+    options = {"softmax_type": kind, **options}
+    flash = module(**options)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    chunked = module(**options)
+    assert path(flash, inputs, **call) == "flash" and path(chunked, inputs, **call) == "chunked"
+    got, wanted = (gradients(lambda *t, m=m: m(*t, **call), inputs) for m in (flash, chunked))
+    check_close(got, wanted, dtype, kind, factor=2)
+    if kind == "learnable":
+        for m in (flash, chunked):
+            m(*inputs, **call).float().square().sum().backward()
+        check_close([flash.softmax_offset.grad], [chunked.softmax_offset.grad], torch.float32, "sink", dtype, factor=2)
+
+
+def test_what_flash_does_not_take_is_chunked():
+    packed, other = Packed(LENGTHS), Packed(LENGTHS, list(LENGTHS))
+    call, two = packed.arguments("cuda"), other.arguments("cuda")
+    assert path(module(), tensors(packed), **call) == "flash"
+    assert path(module(), tensors(packed), **two) == "chunked"  # two tensors may differ, the diagonal begins top left
+    assert path(module(attn_mask_type="padding_causal_bottom_right"), tensors(packed), **two) == "flash"
+    assert path(module(), tensors(packed, torch.float32), **call) == "chunked"
+    assert path(module(), tensors(packed), softcap=3.0, **call) == "chunked"
+    assert path(module(return_max_logit=True), tensors(packed), **call) == "chunked"
+    assert path(module(), tensors(packed), core_attention_bias_type="alibi", **call) == "chunked"
+
+
+def test_the_host_does_not_wait():
+    """With bounds; padding between sequences and after them."""
+    attention = module(softmax_type="learnable")
+    for packed in (Packed(LENGTHS, tail=9), Packed(LENGTHS, gap=3)):
+        inputs, call = [t.requires_grad_() for t in tensors(packed)], packed.arguments("cuda", bounds=True)
+        attention(*inputs, **call).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            attention(*inputs, **call).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_captured_replays_with_changing_lengths(padded):
+    """One capture, forward and backward; each replay has the bits of an eager call with its lengths."""
+    attention = module(softmax_type="off-by-one")
+    inputs = [torch.randn(TOKENS, n, HEAD, device="cuda").bfloat16().requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    lengths = torch.zeros(6, dtype=torch.int32, device="cuda")
+    starts = torch.zeros_like(lengths) if padded else None
+    call = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "max_seqlen_q": 400, "max_seqlen_kv": 400}
+    if padded:
+        call |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    cotangent = torch.randn(TOKENS, HEADS * HEAD, device="cuda").bfloat16()
+
+    def step():
+        out = attention(*inputs, **call)
+        return [out.detach(), *torch.autograd.grad(out, inputs, cotangent)]
+
+    def fill(sizes):
+        sums = torch.tensor([0, *sizes]).cumsum(0)
+        lengths.copy_(sums)
+        if padded:
+            starts.copy_(sums + 8 * torch.arange(len(sums)))
+
+    choices = [[1, 200, 0, 63, 300], [0] * 5, [400, 1, 1, 1, 100], [50] * 5, [0, 0, 0, 0, 333]]
+    fill(choices[0])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for number in range(200):
+        fill(choices[number % len(choices)])
+        graph.replay()
+        if number < 2 * len(choices):
+            for got, wanted in zip(captured, step(), strict=True):
+                assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_and_recomputed_calls_are_the_eager_one(checkpointed):
+    packed = Packed(LENGTHS, tail=9)
+    attention, inputs = module(), tensors(packed)
+    call = packed.arguments("cuda", bounds=True)
+    eager = gradients(lambda *t: attention(*t, **call), inputs)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for run in (attention, compiled):
+        got = gradients(lambda *t, r=run: r(*t, checkpoint_core_attention=checkpointed, **call), inputs)
+        for ours, wanted in zip(got, eager, strict=True):
+            assert_same_bits(ours, wanted)
+
+
+def test_a_layer_is_the_loop_over_its_sequences():
+    """Values within the roundings of a layer in bfloat16: a norm and four products."""
+    options = {"self_attn_mask_type": "padding_causal", "attn_input_format": "thd", "params_dtype": torch.bfloat16}
+    options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cuda"}
+    layer = randomize(te.TransformerLayer(HEADS * HEAD, 768, HEADS, GROUPS, **options))
+    packed, freqs = Packed(LENGTHS, gap=2), angles(320, HEAD).to("cuda")
+    x = torch.randn(packed.rows[0], HEADS * HEAD, device="cuda").bfloat16()
+    out = layer(x, rotary_pos_emb=freqs, **packed.arguments("cuda"))
+    for rows, n in zip(packed.sequences(0), LENGTHS, strict=True):
+        if n:
+            alone = layer(x[rows], rotary_pos_emb=freqs, **Packed([n]).arguments("cuda"))
+            check_close([out[rows]], [alone], torch.bfloat16, str(n))

@@ -1,0 +1,20 @@
+// The table of attention's kernels.
+#include "ops/attention_kernels.h"
+
+#include "ops/attention_chunked.h"
+#include "ops/attention_flash.h"
+
+namespace te_torch {
+
+const AttentionKernel& attention_kernel(std::string_view name) {
+  static constexpr AttentionKernel kKernels[] = {
+      {"chunked", true, [](const AttentionCall&) {}, chunked_attention, chunked_attention_backward},
+      {"flash", false, check_flash_attention, flash_attention, flash_attention_backward},
+  };
+  for (const AttentionKernel& kernel : kKernels) {
+    if (kernel.name == name) return kernel;
+  }
+  TORCH_CHECK_VALUE(false, "attention: argument 'kernel' is '", name, "', wanted 'chunked' or 'flash'.");
+}
+
+}  // namespace te_torch
