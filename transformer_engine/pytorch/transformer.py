@@ -289,15 +289,10 @@ class TransformerLayer(Composite):
         self._tokens.check_length(op, hidden_states)
         mask = self_attn_mask_type or self.self_attn_mask_type
         cross_mask = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
-        check_mask(op, mask, "self_attn_mask_type")
-        check_mask(op, cross_mask, "enc_dec_attn_mask_type")
+        self._check_masks(mask, cross_mask)
         check_window(op, window_size)
         check_window(op, enc_dec_window_size, "enc_dec_window_size")
         decoder = self.layer_type == "decoder"
-        if self.attn_input_format == "thd":
-            check_packed_mask(op, mask, "self_attn_mask_type")
-            if decoder:
-                check_packed_mask(op, cross_mask, "enc_dec_attn_mask_type")
         if decoder != (encoder_output is not None):
             got, wanted = ("None", "a tensor") if decoder else ("given", "None")
             raise ValueError(
@@ -365,6 +360,15 @@ class TransformerLayer(Composite):
         )
         out = residual + self._drop(mlp)
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _check_masks(self, mask: str, cross_mask: str) -> None:
+        op = "TransformerLayer"
+        check_mask(op, mask, "self_attn_mask_type")
+        check_mask(op, cross_mask, "enc_dec_attn_mask_type")
+        if self.attn_input_format == "thd":
+            check_packed_mask(op, mask, "self_attn_mask_type")
+            if self.layer_type == "decoder":
+                check_packed_mask(op, cross_mask, "enc_dec_attn_mask_type")
 
     def _padded(self, queries: torch.Tensor | None, keys: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
         """Where packed sequences begin; for other layouts nothing, which replaced parts may not accept."""

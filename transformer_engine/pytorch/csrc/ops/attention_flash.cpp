@@ -145,7 +145,7 @@ void check_flash_attention(const AttentionCall& call) {
          call.v.sym_size(-1));
   wanted(!call.slopes.has_value(), "has no argument 'alibi_slopes'");
   wanted(call.softcap == 0.0, "has no argument 'softcap'");
-  wanted(call.scale > 0.0, "wants a scale above 0, and argument 'scale' is ", call.scale);
+  wanted(call.scale > 0.0, "takes a scale above 0, and argument 'scale' is ", call.scale);
   wanted(call.bottom_right || (call.left < 0 && call.right < 0),
          "ends its diagonal bottom right, and argument 'bottom_right' is False");
 }
