@@ -167,6 +167,32 @@ def test_two_microbatches(device):
         assert numbers["groups"] == 2 * LAYERS
 
 
+@pytest.mark.parametrize("recipe", ["bfloat16", "block"])
+def test_captured_layer_by_layer(recipe, device):
+    """Replays with changing counts, which spill now and then."""
+    with made(device, page_bytes=512, device_pages=60, host_pages=400) as stash:
+        mixture = Mixture(device, recipe, stash)
+        plain, x = mixture.twin(), mixture.tokens(17)
+        for _ in range(2):
+            stash.reset()
+            mixture.step(x)
+        stash.reset()
+        samples = tuple((x.clone().requires_grad_(),) for _ in mixture.layers)
+        fp8 = {} if mixture.recipe is None else {"enabled": True, "recipe": mixture.recipe()}
+        te.make_graphed_callables(tuple(mixture.layers), samples, **fp8)
+        spilled = set()
+        for i, live in enumerate((*LIVES, *LIVES[::-1])):
+            x = mixture.tokens(live, seed=i)
+            stash.reset()
+            found, _ = mixture.step(x)
+            same(found, plain.step(x)[0])
+            numbers = report(stash)
+            assert numbers["flags"] == 0 and numbers["groups"] == LAYERS - 1
+            assert numbers["device_in_use"] == numbers["host_in_use"] == 0
+            spilled.add(numbers["spilled_bytes"] > 0)
+        assert spilled == {False, True}
+
+
 def test_a_lost_group(device):
     """The gate is up, nothing is applied, and the step runs again in a larger pool."""
     with made(device, page_bytes=512, device_pages=20, factor=1.0) as stash:
