@@ -226,6 +226,9 @@ CUDNN, FLASH, EFFICIENT, MATH = (
 TENSOR = {"mask": "padding"}
 
 
+PADDED = {"mask": "padding_causal_bottom_right"}
+
+
 @pytest.mark.parametrize(
     "options, backends, is_causal, mask_tensor, words",
     [
@@ -250,6 +253,11 @@ TENSOR = {"mask": "padding"}
         ({"mask": "causal", "sink": True}, (), False, False, ("sink", "log-sum-exp")),
         ({"mask": "causal", "softcap": True}, (), False, False, ("soft-capped",)),
         ({"mask": "causal", "max_logit": True, "device": "cpu"}, (), False, False, ("largest logit",)),
+        ({**PADDED, "same_lengths": True}, (CUDNN, FLASH, EFFICIENT, MATH), True, False, ("cuDNN", "fastest")),
+        ({**PADDED, "same_lengths": True, "window": (4, 0)}, (FLASH,), False, False, ("window",)),
+        ({**PADDED, "same_lengths": True, "bias": "alibi"}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        ({**PADDED, "same_lengths": True, "seq_q": 5, "seq_kv": 9}, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
+        (PADDED, (CUDNN, EFFICIENT, MATH), False, True, ("tensor",)),
         ({"mask": "causal", "device": "cpu"}, None, True, False, ("CPU",)),
         ({"mask": "causal", "device": "cpu", "dropout": 0.1}, None, True, False, ("dropout",)),
     ],

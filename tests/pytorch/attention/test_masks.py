@@ -2,6 +2,7 @@
 # alignments, queries that see nothing.
 import pytest
 import torch
+from module_contract import saved_shapes
 from plain_modules import run
 from support import DTYPES, assert_same_bits
 
@@ -105,6 +106,24 @@ def test_padding_in_three_ways_has_the_same_bits(device, mask):
     ]
     assert_same_bits(ways[1], ways[0])
     assert_same_bits(ways[2], ways[0])
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (0, 0), (-1, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_one_tensor_of_lengths_for_queries_and_keys(device, mask, window):
+    """A causal mask hides the padding from tokens then: nothing of the size of the scores is kept without a window."""
+    turn = WINDOWS.index(window) % 3 if window in WINDOWS else 0
+    dtype, layout, groups = DTYPES[turn], ("sbhd", "bshd")[turn % 2], (HEADS, 2, 1)[turn]
+    lengths = padding_arguments("lengths", LENGTHS[7, 7], (7, 7), device)["cu_seqlens_q"]
+    arguments = {"attn_mask_type": mask, "window_size": window, "cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    visible = by_hand(mask, (7, 7), window=window, lengths=LENGTHS[7, 7])
+    module = te.DotProductAttention(HEADS, HEAD, groups, qkv_format=layout)
+    tensors = qkv(device, dtype, layout=layout, groups=groups)
+    check_zeros(check(module, tensors, arguments, visible, layout=layout), visible, layout)
+    if "causal" in mask and window in (None, (-1, 2)):
+        leaves = [t.requires_grad_() for t in tensors]
+        shapes = [shape for shape, _ in saved_shapes(lambda: module(*leaves, **arguments).sum())]
+        assert not [shape for shape in shapes if shape[-2:] == (7, 7)]
 
 
 def test_the_mask_wins_over_lengths(device):

@@ -47,7 +47,9 @@ class AttentionPath(NamedTuple):
     choice to torch (the CPU). pattern: the visible keys, at these lengths. It reaches the backend as is_causal, as a
     mask tensor, or as flash's own window; or everything is visible. dtype: the backend's dtype of computation.
     repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups.
-    kernel: of functional.attention, which computes and takes the pattern as it is; '': scaled_dot_product_attention."""
+    kernel: of functional.attention, which computes and takes the pattern as it is; '': scaled_dot_product_attention.
+    padding_outside: the causal mask hides the padding from tokens; padded inputs and results are zeroed, without a mask
+    tensor."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -58,6 +60,7 @@ class AttentionPath(NamedTuple):
     repeat_groups: bool
     reason: str
     kernel: str = ""
+    padding_outside: bool = False
 
 
 # The widest head of flash in functional.attention, which pads heads.
@@ -93,8 +96,9 @@ def attention_path(
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
-    max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. widest_head, same_lengths, of packed sequences:
-    their largest head_dim; each sequence has as many queries as keys. RuntimeError if no backend is left."""
+    max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. same_lengths: by cumulative lengths, each
+    sequence has as many queries as keys. widest_head: the largest head_dim, of packed sequences. RuntimeError if no
+    backend is left."""
     pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     kernel, reason = "chunked", _chunked_reason(sink, softcap, max_logit)
     if packed:
@@ -108,6 +112,9 @@ def attention_path(
         raise nobody_left(("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN") if flash_helps else ("NVTE_UNFUSED_ATTN",), reason)
     if reason:
         return AttentionPath((), dtype, pattern, False, False, False, False, reason, kernel=kernel)
+    outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
+    if outside:
+        pattern = pattern._replace(padding=False, bottom_right=False)
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
     positional = bare and pattern.positional and not is_causal
@@ -141,7 +148,7 @@ def attention_path(
         # Only the plain backend and memory-efficient attention support float32, and the latter has no groups.
         repeats = repeats or dtype == torch.float32
         backends, reason = _left(backends, away, reason, device.type == "cuda")
-    return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason)
+    return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason, "", outside)
 
 
 def _packed_reason(refused: str, kernel: str) -> str:

@@ -36,6 +36,7 @@ from transformer_engine.pytorch.attention.masks import (
     check_window,
     default_slopes,
     present_tokens,
+    with_padding,
 )
 from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
@@ -260,7 +261,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             softcap=bool(softcap),
             max_logit=self.return_max_logit,
             widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
-            same_lengths=cu_seqlens_q is cu_seqlens_kv,
+            same_lengths=attention_mask is None and cu_seqlens_q is cu_seqlens_kv,
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
         if path.kernel:
@@ -383,6 +384,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 scale=self.softmax_scale,
                 **scores,
             )
+        if path.padding_outside:
+            made = with_padding(made, scores["cu_seqlens"], sizes.seqs)
         run = partial(self._attend, layout=sizes.layout, path=path, unseen=made.unseen, padding=made.padding)
         return run, made.attn_mask
 
