@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup
+from transformer_engine.pytorch.data_parallel.order import gather_for
 
 
 class Gate:
@@ -137,7 +138,7 @@ class WeightHooks:
 
     def enable_forward(self, chained: bool) -> None:
         for part, groups in self._groups.items():
-            self.forward_handles.append(part.register_forward_pre_hook(_before_forward(groups, not chained)))
+            self.forward_handles.append(part.register_forward_pre_hook(_before_forward(groups, chained)))
 
     def disable_forward(self) -> None:
         for handle in self.forward_handles:
@@ -176,11 +177,14 @@ def _groups(params: Iterable[torch.Tensor], group_of: dict[torch.Tensor, BucketG
     return tuple({id(group_of[p]): group_of[p] for p in params if p in group_of}.values())
 
 
-def _before_forward(groups: Sequence[BucketGroup], skip_next: bool) -> Callable[..., None]:
+def _before_forward(groups: Sequence[BucketGroup], chained: bool) -> Callable[..., None]:
     @disable_dynamo
     def hook(*_: object) -> None:
+        if chained:
+            gather_for(groups)
+            return
         for group in groups:
-            group.finish_param_sync(skip_next)
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     return hook
 

@@ -3,6 +3,7 @@ which they become ready, and that of weights. A group that is ready early waits 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -79,10 +80,12 @@ class DispatchOrder:
 
 
 class GatherChain:
-    """In which weights are gathered: each group starts the next one when it is waited for."""
+    """In which weights are gathered: a group starts the next one when it is waited for, a forward as many as it has
+    waited for."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
+        self._place = {id(group): i for i, group in enumerate(self.groups)}
         for group, following in zip(self.groups, [*self.groups[1:], None]):
             group.chain, group.next_param_gather_bucket_group = self, following
 
@@ -96,13 +99,35 @@ class GatherChain:
 
     def start_first(self) -> None:
         """Starts the first group that is stale."""
-        for group in self.groups:
+        self._start_after(-1, 1)
+
+    def start_following(self, read: Sequence[Group]) -> None:
+        """Starts as many groups after these as they are: the next forward, which may read as many, finds them under
+        way."""
+        self._start_after(max(self._place[id(group)] for group in read), len(read))
+
+    def _start_after(self, place: int, count: int) -> None:
+        for group in itertools.islice(self.groups, place + 1, None):
             if group.is_stale and not group.is_gathering:
                 group.start_param_sync()
-                return
+                count -= 1
+                if count == 0:
+                    return
 
     def finish(self) -> None:
         """Starts all that is stale before it waits for the first: all weights are whole afterwards."""
         self.start_up_to(self.groups[-1])
         for group in self.groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def gather_for(read: Sequence[Group]) -> None:
+    """Makes the groups whole that a forward reads. Their gathers all start before the first is waited for."""
+    stale = [group for group in read if group.is_stale]
+    for group in stale:
+        if not group.is_gathering:
+            group.chain.start_up_to(group)
+    for group in read:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+    for chain in {id(group.chain): group.chain for group in stale}.values():
+        chain.start_following([group for group in stale if group.chain is chain])

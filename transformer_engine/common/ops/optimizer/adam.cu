@@ -1,5 +1,6 @@
 // Adam, CUDA path: the types of lists that training uses most have their own kernels, all others use adam_any.cu.
-// Memory-bound: 28 bytes a parameter in float32, 30 with a bfloat16 weight and its master, 28 with a remainder.
+// Memory-bound: 28 bytes a parameter in float32, 30 with a bfloat16 weight and its master, 28 with a remainder, 14 with
+// everything in bfloat16.
 #include "ops/optimizer/adam.cuh"
 
 namespace te::optimizer::cuda {
@@ -33,6 +34,8 @@ void adam(const te_adam_plan& plan, Tensors tensors, const te_adam_scales* scale
     step<float, float, Absent>(plan, tensors, count, stream);
   } else if (moments && grad_bf16 && plan.master == TE_MASTER_FLOAT32 && plan.param == TE_BFLOAT16) {
     step_bf16<float>(plan, tensors, count, stream);
+  } else if (moments && grad_bf16 && plan.master == TE_MASTER_NONE && plan.param == TE_BFLOAT16) {
+    step_bf16<Absent>(plan, tensors, count, stream);
   } else if (moments && grad_bf16 && plan.master == TE_MASTER_REMAINDER) {
     step_bf16<Remainder>(plan, tensors, count, stream);
   } else {
