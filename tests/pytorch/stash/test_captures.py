@@ -148,6 +148,57 @@ def test_captures_by_number(numbered):
             assert numbers["flags"] == 0 and numbers["groups"] == N - 1 and numbers["device_in_use"] == 0
 
 
+def in_order(order, calls_of, owners, inputs, counters):
+    """Gradients of a step: 1 is a forward of the next microbatch, -1 the backward of the oldest one."""
+    leaves, flying = [x.clone().requires_grad_() for x in inputs], []
+    started = iter(range(len(inputs)))
+    for entry in order:
+        if entry > 0:
+            microbatch = next(started)
+            y = leaves[microbatch]
+            for call in calls_of(microbatch):
+                y = call(y, counters[microbatch])
+            flying.append(y)
+        else:
+            flying.pop(0)[:LIVE].sum().backward()
+    found = [leaf.grad[:LIVE] for leaf in leaves] + [p.grad.clone() for m in owners for p in m.parameters()]
+    for module in owners:
+        module.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "recorded"])
+@pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, 1, -1, 1, -1, -1]], ids=["two in flight", "1F1B"])
+def test_pipelines(order, told, numbered, device):
+    """One order for the schedule and the captures; counts change from step to step."""
+    samples, x = order.count(1), given(device)
+    inputs = [(i + 1) * x for i in range(samples)]
+    with made(device, **POOL) as stash:
+        if device == "cpu":
+            numbered(stash)
+        layers, plain = twins(stash, device)
+        if told:
+            stash.schedule_from_order(order, N)
+        few = [count(LIVE, device) for _ in range(samples)]
+        stash.reset()
+        in_order(order, lambda m: layers, layers, inputs, few)
+        stash.reset()
+        passes = te.make_graphed_callables(
+            tuple(layers),
+            tuple((x.clone().requires_grad_(), count(LIVE, device)) for _ in range(samples * N)),
+            _order=order,
+            _num_layers_per_chunk=[N],
+        )
+        for more in (0, 2, 1):
+            counters = [count(LIVE + more * (i % 2), device) for i in range(samples)]
+            stash.reset()
+            found = in_order(order, lambda m: passes[m * N : m * N + N], layers, inputs, counters)
+            same(found, in_order(order, lambda m: plain, plain, inputs, counters))
+            numbers = report(stash)
+            assert numbers["flags"] == 0 and numbers["device_in_use"] == 0
+            assert numbers["groups"] == samples * N
+
+
 class Noted(RecordedEvent):
     """An event of the CPU backend that streams note."""
 
