@@ -337,7 +337,8 @@ def test_grow_under_live_graphs(device):
         old = captured(layers, x, few, stash)
         stash.reset()
         replayed(old, layers, x, all_rows)
-        assert stash.verdict(wait=True).flags == ("lost",) and float(stash.gate()) == 1
+        verdict = stash.verdict(wait=True)
+        assert verdict.flags == ("lost",) and verdict.group == 0 and float(stash.gate()) == 1
         with refused(RuntimeError, "PagedStash.grow", "captured", "recapture=fn"):
             stash.grow()
         new = []

@@ -27,7 +27,7 @@ class Mixture:
 
     def __init__(self, device, recipe, stash=None, **options):
         torch.manual_seed(1)
-        self.device, self.stash = device, stash
+        self.device, self.stash, self.recomputes = device, stash, False
         self.recipe = RECIPES[recipe]
         self.dtype = torch.float32 if device == "cpu" and self.recipe else torch.bfloat16
         options = {"experts": (0, 2), "aux_loss_coeff": 0.01, "params_dtype": self.dtype, "device": device, **options}
@@ -64,7 +64,7 @@ class Mixture:
         losses = []
         for layer in self.layers:
             with te.autocast(enabled=self.recipe is not None, recipe=self.recipe and self.recipe()):
-                out, loss = layer(y)
+                out, loss = te.checkpoint(layer, y) if self.recomputes else layer(y)
             y = y + out
             losses.append(loss)
         return y, sum(losses)
@@ -80,6 +80,9 @@ class Mixture:
                 bytes_overwritten = originals.overwrite()
         for y, loss in results:
             (y.float().square().sum() + loss).backward()
+            for layer in self.layers:
+                if layer.need_backward_dw():
+                    layer.backward_dw()
         gradients = [getattr(p, name, None) for p in self.layers.parameters() for name in ("grad", "main_grad")]
         outputs = [t.detach().reshape(-1) for result in results for t in result]
         return [*outputs, *(leaf.grad for leaf in leaves), *gradients], bytes_overwritten
@@ -138,6 +141,19 @@ def test_options(options, device):
         mixture = Mixture(device, "bfloat16", stash, **options)
         numbers = agree(mixture, stash, mixture.tokens(17))
         assert numbers["groups"] == LAYERS - 1
+
+
+@pytest.mark.parametrize("how", ["delayed", "frozen experts", "frozen router", "recomputed"])
+def test_beside_other_options(how, device):
+    """A checkpoint around a layer keeps nothing, so nothing is stashed."""
+    with made(device, page_bytes=512) as stash:
+        mixture = Mixture(device, "bfloat16", stash, delay_wgrad_compute=how == "delayed")
+        mixture.recomputes = how == "recomputed"
+        if how.startswith("frozen"):
+            for layer in mixture.layers:
+                getattr(layer, how.split()[1]).requires_grad_(False)
+        numbers = agree(mixture, stash, mixture.tokens(17), steps=3)
+        assert numbers["groups"] == (0 if how == "recomputed" else LAYERS - 1)
 
 
 POOLS = {
