@@ -93,6 +93,18 @@ def test_padding_holds_anything(device, dtype, fill):
             assert_same_bits(got, wanted)
 
 
+def test_starts_that_are_the_lengths_are_none(device, monkeypatch):
+    """As frameworks pass them: no padding between sequences, and no pass over results for it."""
+    packed, given = Packed([5, 0, 40], [3, 2, 70]), []
+    tensors, call = packed.tensors(2, 2, 16, 16, torch.bfloat16, device), packed.arguments(device)
+    module = attention(2, 16, 2, "padding_causal")
+    wanted, whole = module(*tensors, **call), functional.attention
+    monkeypatch.setattr(functional, "attention", lambda *t, **options: (given.append(options), whole(*t, **options))[1])
+    starts = {f"cu_seqlens_{side}_padded": call[f"cu_seqlens_{side}"] for side in ("q", "kv")}
+    assert_same_bits(module(*tensors, **call, **starts), wanted)
+    assert not [name for name, value in given[0].items() if "padded" in name and value is not None]
+
+
 def test_given_bounds_change_no_bit(device):
     packed = Packed([5, 0, 40], [3, 2, 70])
     tensors = packed.tensors(2, 2, 16, 16, torch.float32, device)

@@ -412,7 +412,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         pattern, rows = path.pattern, {}
         if sizes.layout == "thd":
             for i, side in enumerate(("q", "kv")):
-                rows[f"cu_seqlens_{side}"], rows[f"cu_seqlens_{side}_padded"] = cu_seqlens[i], padded[i]
+                rows[f"cu_seqlens_{side}"] = cu_seqlens[i]
+                if padded[i] is not cu_seqlens[i]:  # the same tensor: no padding between sequences
+                    rows[f"cu_seqlens_{side}_padded"] = padded[i]
                 rows[f"max_seqlen_{side}"] = longest(cu_seqlens[i], max_seqlens[i])
         elif pattern.padding:
             rows["present_q"], rows["present_kv"] = present_tokens(attention_mask, cu_seqlens, sizes.seqs)
