@@ -224,6 +224,7 @@ def test_a_lost_group(device):
         optimizer.step()
         verdict = stash.verdict(wait=True)
         assert verdict.flags == ("lost",) and verdict.group == mixture.layers[0].stash_group
+        assert len({layer.stash_group for layer in mixture.layers}) == LAYERS
         assert any(bool(p.grad.isnan().any()) for p in mixture.layers.parameters())
         same([p.detach() for p in mixture.layers.parameters()], before)
         mixture.layers.zero_grad(set_to_none=True)
