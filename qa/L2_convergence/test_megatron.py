@@ -30,7 +30,7 @@ CASES = {
 # Relative differences of losses in all steps, and of norms in 2 and in 10 steps.
 BOUNDS = torch.tensor([5e-3, 1e-3, 1e-2])
 # FP8 rounds sums of another order to other values, and masters that begin as the weights' FP8 values are others.
-FP8_BOUNDS = torch.tensor([5e-2, 1e-2, 5e-2])
+FP8_BOUNDS = torch.tensor([5e-2, 2e-2, 5e-2])
 # The same case without that optimizer, or without weights held in FP8.
 WITHOUT = {"delayed, sharded": "delayed", "tensorwise weights": "tensorwise", "blockwise weights": "blockwise"}
 STALE_SCALE = "under megatron-core a rank that steps no part of a weight keeps its old scale"
