@@ -325,7 +325,8 @@ def test_gathers_start_before_reductions(monkeypatch):
         ddp.zero_grad_buffer()
         comm.log.clear()
         if step:
-            ddp.module[0](torch.ones(1, 16))
+            ddp.module[2](torch.ones(1, 16))  # the first that is gathered, since it was the last that was reduced
+            assert len(comm.started("gather")) == 2
         backward(ddp)
         ddp.finish_grad_sync()
         if not step:
