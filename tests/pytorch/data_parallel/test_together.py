@@ -148,6 +148,27 @@ def test_a_second_wrapper_counts_alone(delete, sharded):
             held.zero_grad_buffer()
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_module_is_not_wrapped_again_within_a_step(complete):
+    """Ranks whose backwards ended at different layers would have several orders of collectives."""
+    module = ladder(3)
+    config = DistributedDataParallelConfig(**OVERLAPPED)
+    ddp = DistributedDataParallel(config, module)
+    for until in (3, 3 if complete else 2):
+        ddp.zero_grad_buffer()
+        module[:until](torch.ones(1, 16)).sum().backward()
+        if until == 3 and not ddp._steps:
+            ddp.finish_grad_sync()
+    main_grad = module[0].weight.main_grad
+    with refused(RuntimeError, "'module'", "being reduced", "zero_grad_buffer()"):
+        DistributedDataParallel(config, module)
+    assert module[0].weight.main_grad is main_grad
+    if complete:
+        ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
+    DistributedDataParallel(config, module)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_files_of_a_module_with_a_wrapper_in_it(sharded, depth):

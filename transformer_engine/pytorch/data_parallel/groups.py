@@ -337,6 +337,11 @@ def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
+def has_partial_step(groups: Sequence[BucketGroup]) -> bool:
+    """Whether a synchronized backward has left gradients of some of these groups incomplete."""
+    return any(group.is_counted for group in groups) and any(group.is_partial for group in groups)
+
+
 def unready_sentence(missing: Sequence[str], among: int) -> str:
     some = ", ".join(f"'{name}'" for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
     return (

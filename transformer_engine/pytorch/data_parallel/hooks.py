@@ -14,7 +14,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
-from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup
+from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup, has_partial_step
 from transformer_engine.pytorch.data_parallel.order import gather_for
 
 
@@ -150,10 +150,20 @@ class WeightHooks:
             gate.remove()
         self.gates.clear()
 
+    @property
+    def groups(self) -> list[BucketGroup]:
+        return list({id(group): group for groups in self._groups.values() for group in groups}.values())
+
     def finish_gathers(self) -> None:
-        for groups in self._groups.values():
-            for group in groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+        for group in self.groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def is_in_a_step(self) -> bool:
+        """Whether the wrapper is there, and its reductions are in flight, or those of a rank that went further are."""
+        if not self.gates:
+            return False
+        in_flight = any(group.state is group.state.IN_FLIGHT for group in self.groups)
+        return in_flight or has_partial_step(self.groups)
 
     def remove(self, wrapped_again: torch.Tensor) -> None:
         self.wrapped_again = wrapped_again

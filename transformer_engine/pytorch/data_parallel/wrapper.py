@@ -18,7 +18,12 @@ from transformer_engine.pytorch.data_parallel.buffers import ParamAndGradBuffer
 from transformer_engine.pytorch.data_parallel.communicator import OP, Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.construction import plan_of
-from transformer_engine.pytorch.data_parallel.groups import BucketGroup, partition_buckets, unready_sentence
+from transformer_engine.pytorch.data_parallel.groups import (
+    BucketGroup,
+    has_partial_step,
+    partition_buckets,
+    unready_sentence,
+)
 from transformer_engine.pytorch.data_parallel.hooks import Producers, WeightHooks, gates_of
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck, NanReport
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
@@ -80,8 +85,13 @@ class DistributedDataParallel(torch.nn.Module):
         self._expert_comm = self._comm
         if expert_process_group is not None:
             self._expert_comm = Communicator("expert_process_group", expert_process_group)
-        for earlier in _hooks_there(module.parameters()):  # all of it: the hooks that would wait are removed
-            earlier.finish_gathers()
+        for earlier in _hooks_there(module.parameters()):
+            if earlier.is_in_a_step():
+                raise RuntimeError(
+                    f"{OP}: argument 'module' belongs to a wrapper whose gradients are being reduced, wanted its "
+                    "zero_grad_buffer() (or zero_grad() of its DistributedOptimizer) before it is wrapped again."
+                )
+            earlier.finish_gathers()  # of all its weights: the hooks that would wait are removed
         plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
         for earlier, param in _hooks_there(plan.params).items():
             earlier.remove(param)
@@ -399,11 +409,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _leave_partial_step(self) -> None:
         """The reductions that some rank has started run on all ranks, and what they give is dropped."""
-        if not any(group.is_counted for group in self._groups):
+        if not has_partial_step(self._groups):
             return
         lacking = [group for group in self._groups if group.is_partial]
-        if not lacking:
-            return
         self._order.start_gathers()  # a rank that comes later may still be in a forward that waits for them
         self._comm.leave(
             self._steps,
