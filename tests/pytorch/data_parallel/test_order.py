@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import refused
 
+from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig, wrapper
+
 from .fake import FakeCommunicator, ladder, wrapped
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 1}
@@ -132,6 +134,24 @@ def test_any_order_of_forwards_gathers_in_one_order(monkeypatch, order):
     for layer in order:
         run.forward(layer)
     assert run.comm.started("gather") == [0, 1, 2] and not run.comm.in_flight()
+
+
+def test_gathers_of_two_process_groups_have_one_order(monkeypatch):
+    """A rank that skips experts has started the gathers that another rank may wait for."""
+    comms = {"process_group": FakeCommunicator(), "expert_process_group": FakeCommunicator()}
+    monkeypatch.setattr(wrapper, "Communicator", lambda name, _: comms[name])
+    module = ladder(4)
+    for i in (1, 2):
+        module[i].weight.allreduce = False
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**GATHERS), module, expert_process_group=object())
+    ddp.zero_grad_buffer()
+    backward(ddp, [3, 2, 1, 0])
+    ddp.finish_grad_sync()
+    ddp.reset_param_sync_dispatch_state()
+    ddp._begin_gathers()
+    assert [len(comm.started("gather")) for comm in comms.values()] == [1, 1]
+    module[3](torch.ones(1, 16))
+    assert [len(comm.started("gather")) for comm in comms.values()] == [2, 2]
 
 
 def test_a_forward_between_reduction_and_step_leaves_nothing_stale(monkeypatch):

@@ -81,17 +81,18 @@ class DispatchOrder:
 
 class GatherChain:
     """In which weights are gathered: a group starts the next one when it is waited for, a forward as many as it has
-    waited for."""
+    waited for. common: the groups of all communicators in one order. A rank that waits for a group has started all
+    before it, also those of another communicator: a rank that uses other parts of the module may wait for one of them."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = list(groups)
+    def __init__(self, groups: Sequence[Group], common: Sequence[Group]) -> None:
+        self.groups, self.common = list(groups), list(common)
         self._place = {id(group): i for i, group in enumerate(self.groups)}
         for group, following in zip(self.groups, [*self.groups[1:], None]):
             group.chain, group.next_param_gather_bucket_group = self, following
 
     def start_up_to(self, last: Group) -> None:
-        """Starts what is stale, in order, up to that group."""
-        for group in self.groups:
+        """Starts what is stale, in the common order, up to that group."""
+        for group in self.common:
             if group.is_stale and not group.is_gathering:
                 group.start_param_sync()
             if group is last:

@@ -144,7 +144,7 @@ class DistributedDataParallel(torch.nn.Module):
         """One for each communicator, whose collectives have one order on all ranks."""
         of_dense = [group for group in ordered if group.comm is self._comm]
         others = [group for group in ordered if group.comm is not self._comm]
-        self._order.chains = [GatherChain(groups) for groups in (of_dense, others) if groups]
+        self._order.chains = [GatherChain(groups, ordered) for groups in (of_dense, others) if groups]
 
     @property
     def _chains(self) -> list[GatherChain]:
