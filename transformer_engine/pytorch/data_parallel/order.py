@@ -82,7 +82,8 @@ class DispatchOrder:
 class GatherChain:
     """In which weights are gathered: a group starts the next one when it is waited for, a forward as many as it has
     waited for. common: the groups of all communicators in one order. A rank that waits for a group has started all
-    before it, also those of another communicator: a rank that uses other parts of the module may wait for one of them."""
+    before it, also those of another communicator: a rank that uses other parts of the module may wait for one of
+    them."""
 
     def __init__(self, groups: Sequence[Group], common: Sequence[Group]) -> None:
         self.groups, self.common = list(groups), list(common)
