@@ -197,7 +197,7 @@ def refused_meshes(rank, ranks):
 
 
 def refused_dtensors(rank, ranks):
-    """Also one that is replicated: its memory is another tensor's."""
+    """Also a replicated one: it shares memory with another tensor."""
     mesh = init_device_mesh(here().type, (ranks,))
     for placement in (Shard(0), Replicate()):
         module = Branches()
