@@ -111,16 +111,18 @@ def test_gathers_go_from_group_to_group(monkeypatch):
     assert len(run.comm.started("gather")) == 3 and not run.comm.in_flight()
 
 
-def test_a_module_of_several_groups_starts_all_before_it_waits(monkeypatch):
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_module_of_several_groups_starts_all_before_it_waits(monkeypatch, begun):
     """And as many after it: those of the next module are under way when its forward begins."""
     comm = FakeCommunicator()
     layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
     ddp = wrapped(monkeypatch, comm, layers, **GATHERS)
     assert len(ddp.bucket_groups) == 6
     ddp.reset_param_sync_dispatch_state()
-    ddp._begin_gathers()
+    if begun:
+        ddp._begin_gathers()
     wait, start = ["wait"] * 2, ["start"] * 2
-    for layer, wanted in zip(layers, (["start", *wait, *start], [*wait, *start], wait), strict=True):
+    for layer, wanted in zip(layers, ([*start[begun:], *wait, *start], [*wait, *start], wait), strict=True):
         comm.log.clear()
         layer(torch.ones(1, 16))
         assert [what for what, *_ in comm.log] == wanted
