@@ -21,9 +21,8 @@ ROWS += ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
 @pytest.fixture(autouse=True)
 def kernel(request):
     on_cpu = request.node.callspec.params.get("device") == "cpu" if hasattr(request.node, "callspec") else False
-    torch.use_deterministic_algorithms(
-        True
-    )  # flash takes no notice of warn_only; the fixture of all suites restores it
+    # Flash takes no notice of warn_only. The fixture of all suites restores it.
+    torch.use_deterministic_algorithms(True)
     with flash_on_the_cpu() if on_cpu else contextlib.nullcontext():
         yield
 
