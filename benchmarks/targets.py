@@ -161,6 +161,9 @@ def _layer():
     yield from _targets("24", "transformer_layer_recompute_norm", "bf16", shape, "keeps", {"MiB": 674})
     for recipe, bound in zip(RECIPES, FP8_OVER_BF16["layer"], strict=True):
         yield from _targets("24", f"transformer_layer_{recipe}", "fp8", shape, step, {f"x {OWN}": bound})
+    bounds = {"x torch varlen": 1 / 1.02, "x torch padded": 1 / 0.6}
+    yield from _targets("31", "packed_attention", "bf16", "16384x40x128", step, bounds)
+    yield from _targets("31", "packed_attention_sink", "bf16", "8192x72x64", step, {"x own vanilla": 1 / 1.2})
     yield from _targets("25", "cross_entropy", "bf16", "4096x128256", step, {"us": 620})
     head = "8192x4096x128256"
     for op in ("linear_cross_entropy", "linear_cross_entropy_own_dtype"):
