@@ -127,7 +127,8 @@ def gather_for(read: Sequence[Group]) -> None:
     """Makes the groups whole that a forward reads. Their gathers all start before the first is waited for."""
     stale = [group for group in read if group.is_stale]
     for group in stale:
-        if not group.is_gathering:
+        # Of one communicator all gathers before one that is under way have started.
+        if not group.is_gathering or len(group.chain.common) > len(group.chain.groups):
             group.chain.start_up_to(group)
     for group in read:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
