@@ -138,8 +138,10 @@ def test_any_order_of_forwards_gathers_in_one_order(monkeypatch, order):
     assert run.comm.started("gather") == [0, 1, 2] and not run.comm.in_flight()
 
 
-def test_gathers_of_two_process_groups_have_one_order(monkeypatch):
-    """A rank that skips experts has started the gathers that another rank may wait for."""
+@pytest.mark.parametrize("layer", [0, 3])
+def test_gathers_of_two_process_groups_have_one_order(monkeypatch, layer):
+    """A rank that skips experts has started the gathers that another rank may wait for: before that of layer 3, which
+    layer 0 starts."""
     comms = {"process_group": FakeCommunicator(), "expert_process_group": FakeCommunicator()}
     monkeypatch.setattr(wrapper, "Communicator", lambda name, _: comms[name])
     module = ladder(4)
@@ -152,7 +154,7 @@ def test_gathers_of_two_process_groups_have_one_order(monkeypatch):
     ddp.reset_param_sync_dispatch_state()
     ddp._begin_gathers()
     assert [len(comm.started("gather")) for comm in comms.values()] == [1, 1]
-    module[3](torch.ones(1, 16))
+    module[layer](torch.ones(1, 16))
     assert [len(comm.started("gather")) for comm in comms.values()] == [2, 2]
 
 

@@ -306,7 +306,10 @@ class BucketGroup:
         if skip_next_bucket_dispatch or following is None:
             return
         if following.is_stale and not following.is_gathering:
-            following.start_param_sync()
+            if self.chain is not None:
+                self.chain.start(following)
+            else:
+                following.start_param_sync()
 
     def _wait_for_gathers(self) -> None:
         device = self.buckets[0].buffer.device

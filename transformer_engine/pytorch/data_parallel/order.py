@@ -99,9 +99,19 @@ class GatherChain:
             if group is last:
                 return
 
+    def start(self, group: Group) -> None:
+        """Starts a group ahead of the forward that reads it. Those before it in its own chain are under way."""
+        if len(self.common) == len(self.groups):
+            group.start_param_sync()
+        else:
+            self.start_up_to(group)
+
     def start_first(self) -> None:
-        """Starts the first group that is stale."""
-        self._start_after(-1, 1)
+        """Starts the first group that is stale, on all ranks after a step: nothing else has to start before it."""
+        for group in self.groups:
+            if group.is_stale and not group.is_gathering:
+                group.start_param_sync()
+                return
 
     def start_following(self, read: Sequence[Group]) -> None:
         """Starts as many groups after these as they are: the next forward, which may read as many, finds them under
@@ -111,7 +121,7 @@ class GatherChain:
     def _start_after(self, place: int, count: int) -> None:
         for group in itertools.islice(self.groups, place + 1, None):
             if group.is_stale and not group.is_gathering:
-                group.start_param_sync()
+                self.start(group)
                 count -= 1
                 if count == 0:
                     return
