@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support import assert_same_bits, randn, refused
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.moe import GroupedMLP, MoEMLP
@@ -31,13 +32,18 @@ def cut_in(device, run):
     return found
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_keeps_the_last_calls_tokens(reentrant, device):
+reentrant_or_not = pytest.mark.parametrize("reentrant", [False, True])
+every_checkpoint = pytest.mark.parametrize("checkpoint", [te.checkpoint, torch_checkpoint], ids=["te", "torch"])
+
+
+@reentrant_or_not
+@every_checkpoint
+def test_a_recomputation_keeps_the_last_calls_tokens(checkpoint, reentrant, device):
     """The first microbatch's backward comes after the forward of the second."""
     ours = build(device)
     x = draw(device).requires_grad_()
-    first, _ = te.checkpoint(ours, x, use_reentrant=reentrant)
-    te.checkpoint(ours, x[:5], use_reentrant=reentrant)
+    first, _ = checkpoint(ours, x, use_reentrant=reentrant)
+    checkpoint(ours, x[:5], use_reentrant=reentrant)
     counts = ours.tokens_per_expert.clone()
     assert counts.sum() == 5 * TOPK
     first.backward(torch.ones_like(first))
@@ -48,9 +54,10 @@ SPLITS, ROWS = [3, -2, 9], 10  # one that counts as 0, and two rows that there a
 BAD = SplitVerdict(negative=1, cut=2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@reentrant_or_not
+@every_checkpoint
 @pytest.mark.parametrize("kind", [GroupedMLP, te.GroupedLinear])
-def test_a_recomputation_cuts_and_does_not_count(kind, reentrant, device):
+def test_a_recomputation_cuts_and_does_not_count(kind, checkpoint, reentrant, device):
     options = {} if kind is GroupedMLP else {"bias": False}
     module = kind(3, HIDDEN, FFN, params_dtype=BF16, device=device, **options)
     x, splits = randn(ROWS, HIDDEN, dtype=BF16, device=device).requires_grad_(), torch.tensor(SPLITS, device=device)
@@ -58,7 +65,7 @@ def test_a_recomputation_cuts_and_does_not_count(kind, reentrant, device):
 
     def step(again):
         module.zero_grad()
-        y = te.checkpoint(module, x, splits, use_reentrant=reentrant) if again else module(x, splits)
+        y = checkpoint(module, x, splits, use_reentrant=reentrant) if again else module(x, splits)
         y.sum().backward()
         results.append([y.detach(), *(p.grad for p in module.parameters())])
 
@@ -97,6 +104,15 @@ def test_parameters_assigned_to_a_module_on_meta(device):
         assert_same_bits(meta(x)[0], whole(x)[0])
         assert meta.tokens_per_expert.device == x.device
         assert torch.equal(meta.tokens_per_expert, whole.tokens_per_expert)
+
+
+def test_parameters_assigned_before_inference(device):
+    whole, meta, x = build(device), build("meta"), draw(device)
+    meta.load_state_dict(whole.state_dict(), assign=True)
+    with torch.inference_mode():
+        meta(x)
+    meta(x[:5])
+    assert meta.tokens_per_expert.sum() == 5 * TOPK
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from support import randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+from transformer_engine.pytorch import permutation
 
 from .cases import Originals, count, made, report, same
 
@@ -256,6 +257,32 @@ def test_evaluation_and_plans(device):
         rows = [row for row in te.memory_plan(layer, x.clone().requires_grad_()).rows if row.status == "stashed"]
         assert sum(row.bytes for row in rows) == TOKENS * mixture.row_bytes()
         agree(mixture, stash, x)
+
+
+def test_a_call_that_fails_before_its_group(device, monkeypatch):
+    """It leaves nothing open: the call can be repeated in the same step."""
+
+    def fail(*_):
+        raise MemoryError("no memory")
+
+    with made(device, page_bytes=512) as stash:
+        mixture = Mixture(device, "bfloat16", stash)
+        x = mixture.tokens(17)
+        expected = mixture.twin().step(x)[0]
+        for _ in range(2):
+            stash.reset()
+            with monkeypatch.context() as patched, pytest.raises(MemoryError):
+                patched.setattr(permutation, "moe_permute_with_probs", fail)
+                mixture.layers[0](x.clone().requires_grad_())
+            same(mixture.step(x)[0], expected)
+            assert stash.verdict(wait=True).ok
+
+
+def test_copies_are_groups_of_their_own(device):
+    with made(device, page_bytes=512) as stash:
+        layer = te.MoEMLP(HIDDEN, FFN, 4, 1, stash=stash, params_dtype=torch.bfloat16, device=device)
+        layers = [layer, copy.deepcopy(layer), copy.deepcopy(layer)]
+        assert len({one.stash_group for one in layers}) == 3 and all(one.stash is stash for one in layers)
 
 
 def test_bad_stashes(device):

@@ -5,6 +5,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
+
+from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
+
 
 class FirstRun:
     """Entries that the modules inside a first run leave for its recomputations, in order for each module."""
@@ -110,6 +114,12 @@ def activation_recompute_forward(
 def recompute_phase() -> RecomputePhase:
     """The phase of this thread."""
     return _phase
+
+
+def is_recomputed() -> bool:
+    """Whether a forward of this thread is a recomputation: by the phase, or inside of a backward, where
+    torch.utils.checkpoint runs the second forwards of its functions, which have no phase."""
+    return _phase.recomputing or (not torch.compiler.is_compiling() and current_graph_task_id() != -1)
 
 
 def in_fp8_activation_recompute_phase() -> bool:

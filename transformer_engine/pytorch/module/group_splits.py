@@ -11,7 +11,7 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.compiling import differs
-from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.verdict import count_splits
 
 
@@ -47,7 +47,7 @@ def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Spli
     if m_splits.device == inp.device:
         if inp.is_cuda and not torch.compiler.is_compiling():
             count_splits(op, inp.device)
-        return Splits(offsets=functional.grouped_offsets(m_splits, inp, count=not recompute_phase().recomputing))
+        return Splits(offsets=functional.grouped_offsets(m_splits, inp, count=not is_recomputed()))
     if m_splits.device.type != "cpu":
         raise ValueError(
             f"{op}: argument 'm_splits' is on {m_splits.device}, wanted {inp.device}, inp's, or the CPU; move it."

@@ -14,7 +14,7 @@ import torch
 
 from transformer_engine.pytorch import permutation
 from transformer_engine.pytorch._internal.arguments import check_number, check_size, check_tensor
-from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
+from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
@@ -169,6 +169,11 @@ class MoEMLP(Composite):
         counts = torch.zeros(num_experts, dtype=torch.int64, device=self.router.weight.device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """A copy is a group of its own."""
+        super().__setstate__(state)
+        self.stash_group = next(_numbers)
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """inp: [..., hidden_size]. is_first_microbatch: as Linear's."""
         op = type(self).__name__
@@ -177,17 +182,22 @@ class MoEMLP(Composite):
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
         tokens = inp.reshape(-1, self.hidden_size)
         routing = self.router(tokens)
-        if not recompute_phase().recomputing:  # whose counts are those of an earlier call
+        if not is_recomputed():  # whose counts are those of an earlier call
             self._keep_counts(routing.tokens_per_expert)
         local = slice(self.first_expert, self.last_expert)
         stash = self.stash
         source = tokens if stash is None else stash.pre_schedule(tokens)
-        rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
-            source, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
-        )
-        # Nothing reads a row past the total, so a reload need not write there.
-        with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
-            out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+        try:
+            rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
+                source, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
+            )
+            # Nothing reads a row past the total, so a reload need not write there.
+            with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
+                out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+        except BaseException:
+            if stash is not None:  # without a gradient it stores nothing, and the next call may begin
+                stash.post_schedule(tokens.detach())
+            raise
         if stash is not None:
             out = stash.post_schedule(out)
         y = permutation.moe_unpermute(out, row_id_map, restore_shape=tokens.shape)
@@ -199,7 +209,8 @@ class MoEMLP(Composite):
         if kept.device == counts.device:
             kept.copy_(counts)
         elif kept.is_meta:  # the parameters were assigned to a module on meta, which no state dict does for the counts
-            self.tokens_per_expert = counts.clone()
+            with torch.inference_mode(False):  # later calls may have gradients
+                self.tokens_per_expert = counts.clone()
         else:
             raise ValueError(
                 f"{type(self).__name__}: buffer 'tokens_per_expert' is on {kept.device}, wanted {counts.device} like "
