@@ -289,9 +289,20 @@ def moe_unpermute(
     return functional.unpermute(inp, row_map, of_mask=map_type == "mask", probs=merging_probs, pad_offsets=pad_offsets)
 
 
+def _as_tuple(shape: object) -> object:
+    """A shape in any sequence, array or tensor of whole numbers as a tuple, which compares as a whole; other objects as
+    they are."""
+    if isinstance(shape, Sequence):
+        return tuple(shape)
+    try:
+        return tuple(map(operator.index, shape))
+    except (TypeError, ValueError, RuntimeError):
+        return shape
+
+
 def _check_restored(op: str, restore_shape: Sequence[int], tokens: int, hidden: int, default: bool) -> None:
-    shape = tuple(restore_shape) if isinstance(restore_shape, Sequence) else restore_shape
-    if shape != (tokens, hidden):
+    shape = _as_tuple(restore_shape)
+    if not isinstance(shape, tuple) or shape != (tokens, hidden):
         why = "it is inp's shape by default; pass restore_shape=(T, hidden)" if default else "as the map has it"
         raise ValueError(f"{op}: argument 'restore_shape' is {shape!r}, wanted ({tokens}, {hidden}): {why}.")
 

@@ -47,7 +47,6 @@ def test_bad_counts(device, tokens, rate, error, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"num_groups": 5}, ("'num_groups' is 5", "12 experts")),
         ({"num_groups": 5, "group_topk": 1}, ("'num_groups' is 5", "12 experts")),
         ({"num_groups": "4"}, ("'num_groups' is '4'",)),
         ({"num_groups": 0}, ("'num_groups' is 0",)),
@@ -66,7 +65,7 @@ def test_bad_options(device, options, words):
 
 
 def test_groups_that_fit(device):
-    for num_groups, group_topk in ((4, None), (4, 2), (3, 1), (12, 4)):
+    for num_groups, group_topk in ((4, None), (5, None), (4, 2), (3, 1), (12, 4)):
         x = torch.randn(5, HIDDEN, device=device)
         assert build(device, num_groups=num_groups, group_topk=group_topk)(x).routing_map.sum() == 5 * TOPK
 

@@ -1,6 +1,7 @@
 """Bad input of the functions of permute: named errors before anything is computed, and maps whose contents no function
 wrote, which must not lead out of a tensor."""
 
+import numpy as np
 import pytest
 import torch
 from support import refused
@@ -90,6 +91,12 @@ def test_maps(case):
         te.moe_unpermute(rows, row_id_map, restore_shape=(8, 6))
     for wrong in (3, 9.5):
         with refused(ValueError, "moe_unpermute", "restore_shape", repr(wrong), "(9, 6)"):
+            te.moe_unpermute(rows, row_id_map, restore_shape=wrong)
+    wanted = te.moe_unpermute(rows, row_id_map, restore_shape=(9, 6))
+    for shape in (np.array([9, 6]), torch.tensor([9, 6])):
+        assert torch.equal(te.moe_unpermute(rows, row_id_map, restore_shape=shape), wanted)
+    for wrong in (np.array([8, 6]), torch.tensor([8, 6]), np.array([9.5, 6]), np.array([[9, 6]]), torch.tensor(9)):
+        with refused(ValueError, "moe_unpermute", "'restore_shape'", "(9, 6)"):
             te.moe_unpermute(rows, row_id_map, restore_shape=wrong)
     for wrong in (row_id_map[:, :-1], row_id_map.view(-1), row_id_map[:, :1]):
         with refused(ValueError, "moe_unpermute", "row_id_map", "2 E + 1"):

@@ -12,6 +12,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.graph.backend import cpu
 from transformer_engine.pytorch.graph.backend.cpu import RecordedEvent, RecordedStream
 from transformer_engine.pytorch.graph.observers import events_of_capture
+from transformer_engine.pytorch.stash import manager
 
 from .cases import LIVE, ROWS, count, given, made, report, same
 from .test_graphs import Layer, run
@@ -271,6 +272,31 @@ def test_a_replay_waits_for_the_whole_of_the_last_one():
         assert main.log[-1] == ("main", "waits for", "graph 0")
 
 
+@pytest.mark.parametrize("call", ["gate", "reset"])
+def test_a_capture_of_the_caller_waits_for_no_replay(call, monkeypatch):
+    """No work outside of a capture may be waited for in it. A reset() in it begins the steps of later replays."""
+    counter, x = count(LIVE, "cpu"), given("cpu")
+    with made("cpu", **POOL) as stash:
+        events, side = [RecordedEvent() for _ in range(N)], RecordedStream("graph")
+        layers, plain = twins(stash, "cpu", lambda *of: Recording(*of, events[of[1]]))
+        passes = captured(layers, x, counter, stash)
+        main, expected = passes[0].record.backend.current_stream(), run(plain, x, counter)
+        stash.reset()
+        y = x.clone().requires_grad_()
+        for each, event in zip(passes, events, strict=True):
+            y = each(y, counter, cuda_graph_stream=side, cuda_graph_event=event)
+        main.log.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "stream_captures", lambda: True)
+            getattr(stash, call)()
+        assert not main.log
+        if call == "reset":
+            same(replayed(passes, layers, x, counter), expected)
+        else:
+            stash.gate()
+            assert list(main.log) == [("main", "waits for", "graph")]
+
+
 @pytest.fixture
 def replays(device):
     """(a stash, its captured layers, the layers, their step, its expected results)"""
@@ -349,3 +375,22 @@ def test_grow_under_live_graphs(device):
             stash.reset()
             same(replayed(new, layers, x, counter), expected)
             assert stash.verdict(wait=True).ok
+
+
+def test_grow_whose_recapture_fails(device):
+    """The old graphs are refused all the same."""
+    few, x = count(LIVE, device), given(device)
+    with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
+        layers, _ = twins(stash, device)
+        old = captured(layers, x, few, stash)
+        stash.reset()
+        replayed(old, layers, x, count(ROWS, device))
+
+        def fail():
+            raise MemoryError("no memory")
+
+        with pytest.raises(MemoryError):
+            stash.grow(recapture=fail)
+        stash.reset()
+        with refused(RuntimeError, "PagedStash.grow() has freed", "capture again"):
+            old[0](x.clone().requires_grad_(), few)

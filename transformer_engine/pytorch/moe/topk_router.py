@@ -175,15 +175,15 @@ def _check_groups(op: str, experts: int, topk: int, num_groups: int | None, grou
     """The same limits as the function's, at construction."""
     if num_groups is not None:
         check_size(op, "num_groups", num_groups, 1)
-        if experts % num_groups:
-            raise ValueError(f"{op}: argument 'num_groups' is {num_groups}, wanted a divisor of the {experts} experts.")
-    if group_topk is None:
+    if group_topk is None:  # num_groups has no effect
         return
     check_size(op, "group_topk", group_topk, 1)
     if num_groups is None:
         raise ValueError(
             f"{op}: argument 'num_groups' is None, wanted the number of groups of which group_topk = {group_topk} stay."
         )
+    if experts % num_groups:
+        raise ValueError(f"{op}: argument 'num_groups' is {num_groups}, wanted a divisor of the {experts} experts.")
     if group_topk > num_groups or topk % group_topk or topk // group_topk > experts // num_groups:
         raise ValueError(
             f"{op}: argument 'group_topk' is {group_topk}, wanted a divisor of topk = {topk}, at most num_groups = "

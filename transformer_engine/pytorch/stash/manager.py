@@ -245,10 +245,12 @@ class PagedStash(_C.StashCore):
         self.schedule.restart()
         self.step = Step(self, records=False)
         orders, self._orders = self._orders, weakref.WeakSet()
-        if recapture is not None:
-            recapture()
-        _invalidate(orders, "grow()")
-        old.native.close()
+        try:
+            if recapture is not None:
+                recapture()
+        finally:
+            _invalidate(orders, "grow()")
+            old.native.close()
         return wanted
 
     def register(self, *modules: torch.nn.Module) -> None:
@@ -306,8 +308,9 @@ class PagedStash(_C.StashCore):
     # ---- private ----
 
     def _wait_for_replays(self) -> None:
-        """The current stream waits for the ends of replays: with `cuda_graph_event`, their copies come after it."""
-        for order in self._orders if not is_graph_capturing() else ():
+        """The current stream waits for the ends of replays: with `cuda_graph_event`, their copies come after it. Not
+        in a capture, which no wait for work outside of it may enter."""
+        for order in () if is_graph_capturing() or stream_captures() else self._orders:
             order.join()
 
     def _check_order(self, steps: list[Operation]) -> None:
@@ -326,7 +329,10 @@ class PagedStash(_C.StashCore):
             self._captured_reset = True
         else:
             for order in self._orders:
-                order.begin()
+                if captured:  # by the caller's own graph, whose replays begin steps
+                    order.begins_itself = True
+                else:
+                    order.begin()
         last.end()
         recorded = last.records and (is_complete(last) or last.trace == self._unfinished)
         self._unfinished = list(last.trace) if last.records and not recorded else []
