@@ -23,7 +23,7 @@ def _check(max_q, dropout, *tensors):
 def _scores(q, k, ahead, scale, causal, left, right, max_k):
     """[h, n, m] with -inf where hidden; q [n, h, d], k [m, g, d]."""
     left, right = (-1 if left >= max_k else left), (-1 if right >= max_k else right)
-    right = 0 if causal else right
+    right = 0 if causal else max_k if left >= 0 and right < 0 else right
     k = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("nhd,mhd->hnm", q.float(), k) * scale
     distance = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None] - ahead

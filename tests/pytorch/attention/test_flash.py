@@ -72,7 +72,7 @@ def test_many_sequences(device, mask, window, dtype):
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
-@pytest.mark.parametrize("window", [(-1, -1), (9, 2), (0, 300), (130, 140), (400, 5)])
+@pytest.mark.parametrize("window", [(-1, -1), (9, 2), (0, 300), (130, 140), (400, 5), (9, -1), (9, 900)])
 def test_keys_of_other_lengths(device, mask, window):
     """More queries than keys too, whose first ones see none; windows wider than the bounds of one side."""
     for packed in (Packed(MANY, OTHER), Packed(OTHER, MANY, gap=3), Packed([300, 3], [2, 100], tail=5)):

@@ -46,10 +46,11 @@ def test_start_positions_are_added(device):
 
 
 def test_positions_of_padding_are_zero(device):
-    """Between sequences where their lengths are given, and after the last one."""
+    """Between sequences where their lengths are given, before the first one and after the last one."""
     starts, lengths = cumulative(4, 3).to(device), cumulative(2, 3).to(device)
     assert packed_positions(starts, 9).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 0]
     assert packed_positions(starts, 9, lengths=lengths).tolist() == [0, 1, 0, 0, 0, 1, 2, 0, 0]
+    assert packed_positions(starts + 2, 10, lengths=lengths).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -90,6 +90,23 @@ def test_a_mixture_with_counts_of_its_tokens(topk, shape, live, device):
         )
 
 
+@pytest.mark.parametrize("live", [LIVE, TOKENS])
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"linear"}))
+def test_norms_of_several_rows_a_token(name, live, device):
+    """A norm over each head has a statistic for each token and head, which no counts of tokens apply to."""
+    module = MODULES[name](device).to(torch.bfloat16)
+    x = randn(TOKENS, 2 * WIDTH, device=device, dtype=torch.bfloat16)
+    with made(device) as stash:
+        agree(
+            lambda leaf: module(leaf.view(TOKENS, 2, WIDTH)).view(TOKENS, -1),
+            list(module.parameters()),
+            x,
+            live,
+            count(live, device),
+            stash,
+        )
+
+
 def test_targets_of_two_dimensions_are_kept_whole(device):
     weight = randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
     target = torch.arange(8, device=device).view(4, 2)

@@ -175,14 +175,16 @@ def packed_positions(
     cp_rank: int = 0,
 ) -> torch.Tensor:
     """int32 [tokens]: the place of each token in its sequence, found on the device. cu_seqlens: where the sequences
-    begin, of the whole ones where cp_size ranks have two chunks of each. Padding has the position 0: tokens after the
-    last sequence and, if lengths (cumulative, without padding) are given, those between sequences."""
+    begin, of the whole ones where cp_size ranks have two chunks of each. Padding has the position 0: tokens before
+    the first sequence and after the last one and, if lengths (cumulative, without padding) are given, those between
+    sequences."""
     starts, sequences = cu_seqlens // cp_size, cu_seqlens.size(0) - 1
     own = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     if sequences == 0:
         return torch.zeros_like(own)
     sequence = (torch.searchsorted(starts, own, right=True) - 1).clamp(0, sequences - 1)
     place, padding = own - starts[sequence], own >= starts[-1]
+    padding = padding | (place < 0)  # before the first sequence
     if lengths is not None:
         padding = padding | (place >= lengths.diff()[sequence])
     if cp_size > 1:

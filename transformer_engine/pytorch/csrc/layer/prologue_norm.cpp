@@ -48,8 +48,8 @@ class Norm final : public Prologue {
     if (!want_output) out.output = in.x.new_empty({0});
     out.saves = {{kGamma, gamma, &kParameter, true},
                  {kBeta, beta, &kParameter, true, true},
-                 {kMean, std::move(mean), &kStatistic},
-                 {kRstd, std::move(rstd), &kStatistic}};
+                 {kMean, std::move(mean), &statistic_of(in.x)},
+                 {kRstd, std::move(rstd), &statistic_of(in.x)}};
     return out;
   }
 

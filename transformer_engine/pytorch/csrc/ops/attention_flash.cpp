@@ -3,7 +3,8 @@
 //   no padding of the keys, and writes zeros as results and gradients of padding. It visits as many rows of a sequence
 //   as the longest has: padding after the last sequence is cut into pieces of that length; padding between sequences
 //   may be longer, so there a pass over the results writes the zeros.
-// - Its diagonal ends bottom right. It clamps a window's right side by the bound of the keys' lengths.
+// - Its diagonal ends bottom right. It clamps a window's right side by the bound of the keys' lengths, which a window
+//   without a right side has for one, too.
 // - Rows without keys have lse = inf there, -inf here.
 #include "ops/attention_flash.h"
 
@@ -31,6 +32,7 @@ namespace {
 constexpr int64_t kMostHeadDim = 256, kHeadDimUnit = 8;
 // Bounds are multiples of it: the kernel takes at least as many rows at once, and has another form for a bound of 1.
 constexpr int64_t kFlashRows = 128;
+constexpr int64_t kMostFlashSequences = 65535;  // the second dimension of its grid
 constexpr double kFlashInfinity = std::numeric_limits<double>::infinity();
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -74,12 +76,16 @@ struct FlashRows {
     if (empty) return;
     left = call.left >= keys.longest ? -1 : call.left;
     right = call.right >= queries.longest ? -1 : call.right;
-    bound_k = std::max(keys.bound, rounded_up(right + 1, kFlashRows));
+    const int64_t least = left >= 0 && right < 0 ? queries.bound : rounded_up(right + 1, kFlashRows);
+    bound_k = std::max(keys.bound, least);
     if (between) {
       pad_between();
     } else {
       pad_after();
     }
+    TORCH_CHECK_VALUE(cumulative_q.size(0) - 1 <= kMostFlashSequences, "attention: kernel 'flash' takes at most ",
+                      kMostFlashSequences, " sequences, those of padding with them, got ", cumulative_q.size(0) - 1,
+                      "; use kernel='chunked' (NVTE_FLASH_ATTN=0), or a larger max_seqlen_q and max_seqlen_kv.");
   }
 
   // Each sequence, the padding after it of the queries, and that of the keys.
@@ -210,6 +216,9 @@ AttentionGradients flash_attention_backward(const AttentionCall& call, const Att
     g[kQuery].masked_fill_(rows.queries.padding().view({-1, 1, 1}), 0.0);
     const Tensor padding = rows.keys.padding().view({-1, 1, 1});
     g[kKey].masked_fill_(padding, 0.0), g[kValue].masked_fill_(padding, 0.0);
+  }
+  for (const AttentionInput input : {kQuery, kKey, kValue}) {
+    if (!wanted[input]) g[input] = Tensor();
   }
   return g;
 }

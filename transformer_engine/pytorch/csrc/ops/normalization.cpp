@@ -107,8 +107,8 @@ struct NormalizationFamily {
     const bool added = present(residual);
     save.keep(kNormInput, added ? h : x, {"norm input", "the backward normalizes it again", kCallers, true});
     save.keep(kSavedGamma, gamma, kParameter);
-    if (!rms) save.keep(kMean, mean, kStatistic);
-    save.keep(kRstd, rstd, kStatistic);
+    if (!rms) save.keep(kMean, mean, statistic_of(x));
+    save.keep(kRstd, rstd, statistic_of(x));
     return added ? variable_list{y, h} : variable_list{y};
   }
 

@@ -4,12 +4,20 @@
 #include <array>
 
 #include "core/common.h"
+#include "core/probe.h"
 
 namespace te_torch {
 
 // Raises ValueError for arguments that do not fit x.
 void check_normalization(const Tensor& x, const OptionalTensor& residual, const Tensor& gamma,
                          const OptionalTensor& beta);
+
+// Of the mean and rstd of x, which have a value for each row of x: for each token if x is a matrix. Of other inputs a
+// token may have several, or one token all of them.
+inline const SavedInfo& statistic_of(const Tensor& x) {
+  static constexpr SavedInfo kRows{kStatistic.name, kStatistic.reason, kStatistic.recompute_cost, true};
+  return x.dim() == 2 ? kStatistic : kRows;
+}
 
 // gamma or beta for the kernels: in x's dtype, or in float32 for any other dtype.
 Tensor parameter_beside(const Tensor& x, const Tensor& parameter);
