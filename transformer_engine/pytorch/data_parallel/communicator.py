@@ -32,6 +32,9 @@ class Done:
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
+    def is_completed(self) -> bool:
+        return self.event is None or self.event.query()
+
 
 def all_gather_object(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -96,6 +99,14 @@ class Communicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         """The plain data that each rank passes, in the order of the ranks. Waits on the host."""
         return [value] if self.size == 1 else all_gather_object(value, self.group)
+
+    def all_gather_text(self, key: str, text: str) -> list[str]:
+        """The text of each rank, once for a key. It travels beside the collectives, of which ranks may have started
+        different numbers. Waits on the host."""
+        if self._store is None:
+            return [text]
+        self._store.set(f"{key}/{self.rank}", text)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
 
     # Of a step that some rank does not finish; step: a number that the ranks count alike.
 

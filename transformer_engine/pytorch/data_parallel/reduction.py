@@ -33,7 +33,7 @@ class Reduction:
         config = self.config
         narrow = bucket.grad_data.dtype.itemsize < 4
         if config.reproducible or (config.reduce_scatter_with_fp32_accumulation and narrow):
-            self._make_room(comm, bucket.grad_data.device)
+            self._make_room(bucket.grad_data.device)
             self._ordered.append(_OrderedSum(bucket, comm, all_reduce))
             return self._ordered[-1]
         op = self._prepared(bucket, comm)
@@ -41,8 +41,8 @@ class Reduction:
             return comm.all_reduce(bucket.grad_data, op)
         return comm.reduce_scatter(bucket.own_shard(bucket.grad_data), bucket.grad_data, op)
 
-    def _make_room(self, comm: Communicator, device: torch.device) -> None:
-        if not comm.blocks_host(device):
+    def _make_room(self, device: torch.device) -> None:
+        if not any(each.comm.blocks_host(device) for each in self._ordered):
             while len(self._ordered) >= _IN_FLIGHT:
                 self._ordered.popleft().wait()
             return
