@@ -63,6 +63,9 @@ class FakeCommunicator:
     def all_gather_object(self, value):
         return [value] * self.size
 
+    def all_gather_text(self, key, text):
+        return [text] * self.size
+
     def post_message(self, step, message):
         pass
 

@@ -194,6 +194,46 @@ def test_files_of_a_module_with_a_wrapper_in_it(sharded, depth):
         outer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_names_of_parameters_in_a_file(depth):
+    """The names that named_parameters() tells are taken too, also where a module in the wrapped one is called as the
+    wrapper calls its own, and both files of such a module."""
+    inner = ladder(2, 4)
+    inner.module = torch.nn.Linear(4, 4)
+    inner.weight = torch.nn.Parameter(torch.ones(3))
+    outer = torch.nn.ModuleDict({"body": DistributedDataParallel(DistributedDataParallelConfig(), inner)})
+    for _ in range(depth - 1):
+        outer = torch.nn.ModuleList([outer])
+    for saved in (dict(outer.named_parameters()), outer.state_dict()):
+        before = copy.deepcopy(list(outer.parameters()))
+        saved = {name: value.detach() + 1.0 for name, value in saved.items()}
+        assert str(outer.load_state_dict(saved, strict=False)) == "<All keys matched successfully>"
+        for p, was in zip(outer.parameters(), before, strict=True):
+            assert torch.equal(p, was + 1.0)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_memory_that_other_code_frees(early):
+    """Before or after zero_grad_buffer(): gradients are refused by name, until it is there again."""
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**OVERLAPPED), ladder(2))
+    storage = ddp.buffers[0].grad_data.untyped_storage()
+    size = storage.nbytes()
+    for _ in range(3):
+        if early:
+            storage.resize_(0)
+        ddp.zero_grad_buffer()
+        storage.resize_(0)
+        with refused(RuntimeError, "'1.weight'", "memory is away", "restore_grad_buffers()"):
+            ddp(torch.ones(1, 16)).sum().backward()
+        with refused(RuntimeError, "scale_gradients()", "memory is away"):
+            ddp.scale_gradients(0.5)
+        storage.resize_(size)
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(1, 16)).sum().backward()
+        ddp.finish_grad_sync()
+        assert all((p.main_grad != 0).any() for p in ddp.module.parameters())
+
+
 @pytest.mark.parametrize("call", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_copies_of_a_wrapper(call):
     """Refused; a copy of the module is one as any other."""

@@ -184,6 +184,26 @@ def differing(rank, ranks):
     assert "no trainable parameter" in text, text
 
 
+def within_a_step(rank, ranks):
+    """A second wrapper while one rank's gradients are being reduced: all ranks raise, and the step goes on."""
+    last, x = ranks - 1, torch.ones(1, 8, device=here())
+    config, module = DistributedDataParallelConfig(overlap_grad_reduce=True), torch.nn.Linear(8, 8, device=here())
+    ddp = DistributedDataParallel(config, module)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        if not step or rank == last:
+            ddp(x).sum().backward()
+        if not step:
+            ddp.finish_grad_sync()
+    text = raised(RuntimeError, lambda: DistributedDataParallel(config, module))
+    assert "'module'" in text and f"being reduced on ranks [{last}]" in text and "zero_grad_buffer()" in text, text
+    if rank != last:
+        ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    assert (module.weight.main_grad == 1.0).all()
+    DistributedDataParallel(config, module)
+
+
 def refused_meshes(rank, ranks):
     """A mesh of two dimensions, on all ranks; one of its dimensions is taken."""
     mesh = init_device_mesh(here().type, (1, ranks), mesh_dim_names=("tp", "dp"))
@@ -235,6 +255,7 @@ OTHERS = {
     "unused": unused,
     "not finite": not_finite,
     "differing": differing,
+    "within a step": within_a_step,
     "refused meshes": refused_meshes,
     "refused DTensors": refused_dtensors,
 }

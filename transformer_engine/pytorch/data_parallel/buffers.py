@@ -68,7 +68,7 @@ class ParamAndGradBuffer:
             self._place(param, slot.start, slot.end)
         self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
         self._grad_bytes = self.grad_data.untyped_storage().nbytes()
-        self.is_offloaded = False  # the gradients' memory is away; gates read it
+        self.is_offloaded = False  # as has_memory() found it last; gates read it
 
     @torch.no_grad()
     def _place(self, param: torch.nn.Parameter, start: int, end: int) -> None:
@@ -122,8 +122,13 @@ class ParamAndGradBuffer:
                 f"{OP}: {call} was called while gradients are being reduced, wanted finish_grad_sync() before it."
             )
 
+    def has_memory(self) -> bool:
+        """Whether the gradients have memory, which other code may free too."""
+        self.is_offloaded = self.grad_data.untyped_storage().nbytes() < self._grad_bytes
+        return not self.is_offloaded
+
     def check_has_memory(self, call: str) -> None:
-        if self.is_offloaded:
+        if not self.has_memory():
             raise RuntimeError(
                 f"{OP}: {call} was called while the gradients' memory is away, wanted restore_grad_buffers() before it."
             )

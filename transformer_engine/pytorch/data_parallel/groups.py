@@ -91,7 +91,7 @@ class BucketGroup:
 
     def check_accumulates(self, param: torch.Tensor) -> None:
         """Raises RuntimeError where a gradient of param would be lost."""
-        if self.param_to_bucket[param].buffer.is_offloaded:
+        if not all(bucket.buffer.has_memory() for bucket in self.buckets):
             raise RuntimeError(
                 f"{OP}: parameter '{self.names[param]}' got a gradient while the gradients' memory is away, wanted "
                 "restore_grad_buffers() before the backward."
@@ -119,8 +119,9 @@ class BucketGroup:
 
     def check_takes(self, number: int) -> None:
         """check_accumulates() of a parameter by its place in params_list: gates call it once a parameter, and a hash of
-        a tensor is a call of Python."""
-        if self.state is not GradState.ACCUMULATING or self._buffers[number].is_offloaded:
+        a tensor is a call of Python. The memory is looked at before the first gradient of a step."""
+        has_begun = self.is_counted or self.is_held_back
+        if not has_begun or self.state is not GradState.ACCUMULATING or self._buffers[number].is_offloaded:
             self.check_accumulates(self.params_list[number])
 
     def count_ready(self, number: int) -> None:

@@ -85,12 +85,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._expert_comm = self._comm
         if expert_process_group is not None:
             self._expert_comm = Communicator("expert_process_group", expert_process_group)
-        for earlier in _hooks_there(module.parameters()):
-            if earlier.is_in_a_step():
-                raise RuntimeError(
-                    f"{OP}: argument 'module' belongs to a wrapper whose gradients are being reduced, wanted its "
-                    "zero_grad_buffer() (or zero_grad() of its DistributedOptimizer) before it is wrapped again."
-                )
+        earlier_hooks = _hooks_there(module.parameters())
+        _check_no_step(earlier_hooks, self._comm)
+        for earlier in earlier_hooks:
             earlier.finish_gathers()  # of all its weights: the hooks that would wait are removed
         plan = plan_of(module, config, self._comm, self._expert_comm, disable_bucketing)
         for earlier, param in _hooks_there(plan.params).items():
@@ -404,7 +401,7 @@ class DistributedDataParallel(torch.nn.Module):
             if hasattr(p, "grad_added_to_main_grad"):
                 p.grad_added_to_main_grad = False
         for buffer in self._all_buffers:
-            if not buffer.is_offloaded:
+            if buffer.has_memory():
                 buffer.reset()
 
     def _leave_partial_step(self) -> None:
@@ -462,7 +459,7 @@ class DistributedDataParallel(torch.nn.Module):
     def restore_grad_buffers(self) -> None:
         """Gives the gradients memory again, of zeros."""
         for buffer in self._all_buffers:
-            if buffer.is_offloaded:
+            if not buffer.has_memory():
                 buffer.restore_grads()
 
     def free_overlap_buffers(self) -> None:
@@ -518,9 +515,30 @@ def _check_arguments(config: object, module: object, disable_bucketing: object, 
 
 
 def _name_as_saved(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Of a wrapper in another module, whose state dict has the names of the wrapped module: without 'module.'."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
+    """Of a wrapper in another module, whose state dict has the names of the wrapped module: without 'module.'. Names
+    that the wrapper's own tensors have, those of named_parameters(), stay."""
+    own = {name for name, _ in ddp.named_parameters(prefix[:-1], remove_duplicate=False)}
+    own |= {name for name, _ in ddp.named_buffers(prefix[:-1], remove_duplicate=False)}
+    given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+    all_are_own = own.issuperset(given)  # else a module in the module may be called 'module' too
+    for name, value in given.items():
+        longer = f"{prefix}module.{name[len(prefix) :]}"
+        state[name if name in own and (all_are_own or longer not in own) else longer] = value
+
+
+def _check_no_step(earlier: Iterable[WeightHooks], comm: Communicator) -> None:
+    """Raises RuntimeError on all ranks where an earlier wrapper is in a step on one. Ranks may have started different
+    collectives of such a step, so that another one would not return."""
+    is_busy = any(hooks.is_in_a_step() for hooks in earlier)
+    busy = [
+        rank for rank, text in enumerate(comm.all_gather_text("in a step", "yes" if is_busy else "no")) if text == "yes"
+    ]
+    if busy:
+        raise RuntimeError(
+            f"{OP}: argument 'module' belongs to a wrapper whose gradients are being reduced on ranks {busy} of the "
+            "process group, wanted its zero_grad_buffer() (or zero_grad() of its DistributedOptimizer) before it is "
+            "wrapped again."
+        )
 
 
 def _hooks_there(params: Iterable[torch.Tensor]) -> dict[WeightHooks, torch.Tensor]:
