@@ -70,6 +70,8 @@ def test_bad_arguments(options, words):
         ({"kv_channels": (8, 4, 2)}, ("kv_channels", "(8, 4, 2)", "a pair")),
         *(({"softmax_scale": scale}, ("softmax_scale", scale, "above 0")) for scale in (-0.5, 0.0, 1e999, -1e999)),
         ({"softmax_scale": float("nan")}, ("softmax_scale", "nan", "finite")),
+        ({"softmax_scale": "a"}, ("softmax_scale", "'a'", "finite")),
+        ({"softmax_scale": torch.ones(2)}, ("softmax_scale", "tensor([1., 1.])", "finite")),
     ],
 )
 def test_bad_arguments_of_the_core(options, words):
@@ -155,6 +157,11 @@ def test_one_mask_for_two_lengths(device):
     words = ("attention_mask", "[3, 1, 1, 7]", "[3, 1, 1, 2]", "tuple of two")
     mask = flags(BATCH, 1, 1, SEQ, device=device)
     check_refused(device, words, lambda q, k, v: (q, k[:2], v[:2]), attn_mask_type="padding", attention_mask=mask)
+
+
+@pytest.mark.parametrize("softcap", ["a", -1.0, float("inf"), torch.ones(2)], ids=str)
+def test_bad_softcaps(device, softcap):
+    check_refused(device, ("'softcap'", repr(softcap), "a finite number above 0"), softcap=softcap)
 
 
 @pytest.mark.parametrize(

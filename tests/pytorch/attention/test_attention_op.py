@@ -112,6 +112,8 @@ INT, BOOL = torch.int32, torch.bool
         ({"max_seqlen_kv": 3.0}, ("'max_seqlen_kv'", "3.0")),
         ({"scale": None}, ("'scale'", "None")),
         ({"scale": float("nan")}, ("'scale'", "nan")),
+        ({"scale": "x"}, ("'scale'", "'x'", "wanted a number")),
+        ({"softcap": torch.ones(2)}, ("'softcap'", "tensor([1., 1.])", "wanted a number")),
         ({"softcap": None}, ("'softcap'", "None")),
         ({"softcap": float("inf")}, ("'softcap'", "inf", "finite")),
         ({"bias_scale": float("inf")}, ("'bias_scale'", "inf")),

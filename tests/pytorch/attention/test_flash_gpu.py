@@ -59,6 +59,8 @@ def test_what_flash_does_not_take_is_chunked():
     packed, other = Packed(LENGTHS), Packed(LENGTHS, list(LENGTHS))
     call, two = packed.arguments("cuda"), other.arguments("cuda")
     assert path(module(), tensors(packed), **call) == "flash"
+    mask = torch.zeros(1, dtype=torch.bool, device="cuda")
+    assert path(module(), tensors(packed), attention_mask=mask, **call) == "flash"  # thd reads no mask
     assert path(module(), tensors(packed), **two) == "chunked"  # two tensors may differ, the diagonal begins top left
     assert path(module(attn_mask_type="padding_causal_bottom_right"), tensors(packed), **two) == "flash"
     assert path(module(), tensors(packed, torch.float32), **call) == "chunked"

@@ -120,7 +120,8 @@ def test_one_tensor_of_lengths_for_queries_and_keys(device, mask, window):
     module = te.DotProductAttention(HEADS, HEAD, groups, qkv_format=layout)
     tensors = qkv(device, dtype, layout=layout, groups=groups)
     check_zeros(check(module, tensors, arguments, visible, layout=layout), visible, layout)
-    if "causal" in mask and window in (None, (-1, 2)):
+    plain = device == "cuda" and dtype is torch.float32  # torch's plain attention keeps scores
+    if "causal" in mask and window in (None, (-1, 2)) and not plain:
         leaves = [t.requires_grad_() for t in tensors]
         shapes = [shape for shape, _ in saved_shapes(lambda: module(*leaves, **arguments).sum())]
         assert not [shape for shape in shapes if shape[-2:] == (7, 7)]

@@ -6,6 +6,7 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 
 from .packed_cases import Packed, check_close, gradients, reference
 
@@ -214,3 +215,20 @@ def test_dropout_is_refused_by_name():
     with refused(NotImplementedError, "DotProductAttention", "'attention_dropout'", "0.1", "thd"):
         module(*tensors, **GOOD.arguments("cpu"))
     assert module.eval()(*tensors, **GOOD.arguments("cpu")).isfinite().all()
+
+
+def test_a_mask_changes_no_path(monkeypatch):
+    """thd reads no mask: lengths by one tensor stay the same for queries and keys."""
+    told, packed = [], Packed([4, 3])
+    real = dot_product_attention.attention_path
+    monkeypatch.setattr(
+        dot_product_attention,
+        "attention_path",
+        lambda *args, **options: told.append(options["same_lengths"]) or real(*args, **options),
+    )
+    module, tensors = attention(2, (8, 8), 2, "padding_causal"), packed.tensors(2, 2, 8, 8, torch.float32, "cpu")
+    lengths = packed.arguments("cpu")["cu_seqlens_q"]
+    given = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    wanted = module(*tensors, **given)
+    assert_same_bits(module(*tensors, **given, attention_mask=torch.ones(1, dtype=torch.bool)), wanted)
+    assert told == [True, True]

@@ -11,7 +11,7 @@ from transformer_engine.pytorch._internal.arguments import check_size
 def _number(name: str, value: object) -> float:
     try:
         return float(value)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
         raise ValueError(f"attention: argument '{name}' is {value!r}, wanted a number.") from None
 
 

@@ -50,6 +50,16 @@ def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None
     check_choice(op, argument, qkv_format, ("sbhd", "bshd", "thd"))
 
 
+def check_finite(op: str, argument: str, value: object, wanted: str, or_zero: bool = False) -> None:
+    """Raises ValueError for what is neither None nor a finite number above 0."""
+    try:
+        fits = value is None or 0.0 < value < math.inf or (or_zero and value == 0.0)
+    except (TypeError, RuntimeError):  # no number, or a tensor of several
+        fits = False
+    if not fits:
+        raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted {wanted}.")
+
+
 def groups_of(op: str, heads: int, groups: int | None) -> int:
     """The number of key and value heads; each is shared by heads / groups query heads."""
     check_size(op, "num_attention_heads", heads, 1)
@@ -128,8 +138,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_format(op, qkv_format)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{op}: argument 'attention_dropout' is {attention_dropout}, wanted 0 <= p < 1.")
-        if softmax_scale is not None and not 0.0 < softmax_scale < math.inf:
-            raise ValueError(f"{op}: argument 'softmax_scale' is {softmax_scale}, wanted a finite number above 0.")
+        check_finite(op, "softmax_scale", softmax_scale, "a finite number above 0")
         self.name = name
         self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
@@ -228,10 +237,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         refuse(op, "FP8", fp8_output=fp8_output)
         refuse(op, "a score modification", score_mod=score_mod is not None)
-        if softcap is not None and not 0.0 <= softcap < math.inf:
-            raise ValueError(
-                f"{op}: argument 'softcap' is {softcap}, wanted a finite number above 0, or None for none."
-            )
+        check_finite(op, "softcap", softcap, "a finite number above 0, or None for none", or_zero=True)
         packed_inputs = {"qkv_layer": qkv_layer, "kv_layer": kv_layer, "interleave_dim": qkv_interleave_dim}
         tensors = separate(op, layout, query_layer, key_layer, value_layer, **packed_inputs)
         self._check_qkv(*tensors, layout)
@@ -261,7 +267,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             softcap=bool(softcap),
             max_logit=self.return_max_logit,
             widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
-            same_lengths=attention_mask is None and cu_seqlens_q is cu_seqlens_kv,
+            same_lengths=(attention_mask is None or layout == "thd") and cu_seqlens_q is cu_seqlens_kv,
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
         if path.kernel:
