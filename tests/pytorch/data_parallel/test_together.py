@@ -196,7 +196,7 @@ def test_files_of_a_module_with_a_wrapper_in_it(sharded, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_names_of_parameters_in_a_file(depth):
-    """The names that named_parameters() tells are taken too, also where a module in the wrapped one is called as the
+    """The names of named_parameters() are accepted too, also where a module in the wrapped one is called as the
     wrapper calls its own, and both files of such a module."""
     inner = ladder(2, 4)
     inner.module = torch.nn.Linear(4, 4)

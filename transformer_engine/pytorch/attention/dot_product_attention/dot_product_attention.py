@@ -51,7 +51,7 @@ def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None
 
 
 def check_finite(op: str, argument: str, value: object, wanted: str, or_zero: bool = False) -> None:
-    """Raises ValueError for what is neither None nor a finite number above 0."""
+    """Raises ValueError unless value is None or a finite number above 0."""
     try:
         fits = value is None or 0.0 < value < math.inf or (or_zero and value == 0.0)
     except (TypeError, RuntimeError):  # no number, or a tensor of several
