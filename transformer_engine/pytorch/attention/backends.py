@@ -109,7 +109,9 @@ def attention_path(
         reason = _packed_reason(refused, kernel)
     if kernel == "chunked" and reason and "NVTE_UNFUSED_ATTN" in away:
         flash_helps = packed and not refused
-        raise nobody_left(("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN") if flash_helps else ("NVTE_UNFUSED_ATTN",), reason)
+        raise no_backend_left(
+            ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN") if flash_helps else ("NVTE_UNFUSED_ATTN",), reason
+        )
     if reason:
         return AttentionPath((), dtype, pattern, False, False, False, False, reason, kernel=kernel)
     outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
@@ -197,7 +199,7 @@ def _chunked_reason(sink: bool, softcap: bool, max_logit: bool) -> str:
     return "The largest logit is returned, which no backend of torch supports." if max_logit else ""
 
 
-def nobody_left(away: Collection[str], reason: str) -> RuntimeError:
+def no_backend_left(away: Collection[str], reason: str) -> RuntimeError:
     """away: variables of which any one, set to 1, leaves a backend."""
     named = [name for name in _VARIABLES if name in away]
     return RuntimeError(
@@ -217,7 +219,7 @@ def _left(
         gone |= {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION}
     left = tuple(backend for backend in backends if backend not in gone)
     if not left:
-        raise nobody_left(away, reason)
+        raise no_backend_left(away, reason)
     if left[0] != backends[0]:
         reason = f"{' and '.join(f'{name}=0' for name in _VARIABLES if name in away)}: {reason}"
     return left, reason

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
     attention_path,
     flash_takes,
-    nobody_left,
+    no_backend_left,
     path_taken,
     taken_away,
 )
@@ -498,7 +498,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return scaled_dot_product_attention(*tensors, **options)
         except RuntimeError as error:
             if "No available kernel" in str(error) or "No viable backend" in str(error):
-                raise nobody_left(self._away, "The others do not support it.") from error
+                raise no_backend_left(self._away, "The others do not support it.") from error
             raise
 
     def _flash(self, q, k, v, path: AttentionPath) -> torch.Tensor:
