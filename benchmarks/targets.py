@@ -214,6 +214,12 @@ def _memory_and_links():
     yield from _targets("22", "stash_group_each", "bf16", "64x1024", "forward+backward", {"us": 50})  # of the host
     yield from _targets("22", "stash_beside_lengthened", "bf16", "1024MiB", "forward", {"x own stash": 1 / 0.6})
     yield from _targets("22", "stash_host_beside", "bf16", "256MiB", "forward", {"x own products": 1 / 1.03})
+    for way, kept in (("_graph", 0.36), ("_layers", 0.43)):
+        yield from _targets(
+            "29", f"moe_stash_step{way}", "bf16", "16x4", "forward+backward", {"x own static": 1 / 1.04}
+        )
+        yield from _targets("29", f"moe_stash_kept{way}", "bf16", "16x4", "keeps", {"x own static": 1 / kept})
+    yield from _targets("29", "moe_stash_kept_graph_fp8", "bf16", "16x4", "keeps", {"x own static": 1 / 0.20})
     for shape in ("4x2", "16x1.5", "16x4", "16x8"):
         yield from _targets("22", "stash_peak", "bf16", shape, "keeps", {"x predicted": 0.95})
     yield from _targets("O", "offload_link", "bf16", "layer", "forward", {"x pinned copy": 0.95})

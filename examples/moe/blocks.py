@@ -27,6 +27,7 @@ class Config:
     here: int
     k: int
     capacity: float | None
+    save_preactivation: str | None = None
 
     @property
     def balanced_rows(self) -> int:
@@ -42,14 +43,18 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a layer keeps for a row in bf16: the row, gate and up, and the weight in float32."""
-        return 2 * (self.hidden + 2 * self.ffn) + 4
+        """Bytes that a layer keeps for a row: the row in bf16, gate and up in bf16 or, with save_preactivation="fp8",
+        in bytes with a float32 scale for each 128 of them, and the weight in float32."""
+        wide = 2 * self.ffn
+        return 2 * self.hidden + (2 * wide if self.save_preactivation is None else wide + 4 * (wide // 128)) + 4
 
 
 class MoEBlock(torch.nn.Module):
-    """x + experts(norm(x))."""
+    """x + experts(norm(x)). options: of te.MoEMLP."""
 
-    def __init__(self, config: Config, number: int, device: torch.device, stash: PagedStash | None) -> None:
+    def __init__(
+        self, config: Config, number: int, device: torch.device, stash: PagedStash | None, **options: object
+    ) -> None:
         super().__init__()
         self.config, self.number = config, number
         self.norm = te.RMSNorm(config.hidden, params_dtype=torch.bfloat16, device=device)
@@ -62,9 +67,11 @@ class MoEBlock(torch.nn.Module):
             capacity_factor=config.capacity,
             score_function="sigmoid",
             expert_bias=True,
+            save_preactivation=config.save_preactivation,
             params_dtype=torch.bfloat16,
             device=device,
             stash=stash,
+            **options,
         )
         torch.nn.init.normal_(self.moe.router.weight, std=config.hidden**-0.5)
 
@@ -96,10 +103,12 @@ class MoEBlock(torch.nn.Module):
 
 
 class MoEStack(torch.nn.Module):
-    def __init__(self, config: Config, device: torch.device, stash: PagedStash | None = None) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, stash: PagedStash | None = None, **options: object
+    ) -> None:
         super().__init__()
         self.config = config
-        self.blocks = torch.nn.ModuleList(MoEBlock(config, i, device, stash) for i in range(config.layers))
+        self.blocks = torch.nn.ModuleList(MoEBlock(config, i, device, stash, **options) for i in range(config.layers))
 
     def skew(self, name: str) -> None:
         for block in self.blocks:
