@@ -29,8 +29,8 @@ TEST(PermuteKernels, MapsOfMasks) {
     for (Buffer<int32_t>* map : {&want, &got}) spoil(*map);
     TE_ASSERT_OK(te_permute_mask_map(mask.tensor(), want.tensor(), counts.tensor(), nullptr));
     const Mask<uint8_t> view{mask.data(), s.experts + 1, int32_t(s.tokens), int32_t(s.experts)};
-    run_blocks(unsigned(chunks), kMapThreads, seed, [&] { count_kernel(view, counts.data()); });
-    run_blocks(unsigned(chunks), kMapThreads, seed + 9, [&] { place_kernel(view, counts.data(), got.data()); });
+    run_blocks(unsigned(chunks), kMaskThreads, seed, [&] { count_kernel(view, counts.data()); });
+    run_blocks(unsigned(chunks), kMaskThreads, seed + 9, [&] { place_kernel(view, counts.data(), got.data()); });
     expect_same_bytes(got, want, name_of(s));
   }
 }

@@ -18,9 +18,9 @@ void mask_map_of(const te_tensor& mask, const te_tensor& map, const te_tensor& c
                           int32_t(mask.cols)};
   auto* const sums = static_cast<int32_t*>(counts.data);
   const auto blocks = unsigned(counts.rows);
-  count_kernel<Routed><<<blocks, kMapThreads, 0, stream>>>(view, sums);
+  count_kernel<Routed><<<blocks, kMaskThreads, 0, stream>>>(view, sums);
   check_launch("te_permute_mask_map");
-  place_kernel<Routed><<<blocks, kMapThreads, 0, stream>>>(view, sums, static_cast<int32_t*>(map.data));
+  place_kernel<Routed><<<blocks, kMaskThreads, 0, stream>>>(view, sums, static_cast<int32_t*>(map.data));
   check_launch("te_permute_mask_map");
 }
 

@@ -8,6 +8,7 @@
 namespace te::permute {
 
 constexpr int kMapThreads = 256;
+constexpr int kMaskThreads = 1024;  // of the map of a mask: there are few chunks, and each wants many loads in flight
 constexpr int kWordsOfChunk = TE_PERMUTE_CHUNK / 32;
 constexpr int kCounters = 8192;  // of the map of ids: copies of two histograms, so that lanes of one expert do not meet
 constexpr int kIdsAhead = 8;
@@ -56,7 +57,7 @@ struct Mask {
   // Bit i: token first + i is routed to the expert.
   __device__ __forceinline__ unsigned bits(int first, int expert) const {
     unsigned found = 0;
-#pragma unroll 8
+#pragma unroll
     for (int i = 0; i < 32; ++i) {
       if (first + i < tokens && data[int64_t(first + i) * pitch + expert] != 0) found |= 1u << i;
     }
@@ -65,30 +66,31 @@ struct Mask {
 };
 
 template <class Routed>
-__global__ void __launch_bounds__(kMapThreads) count_kernel(Mask<Routed> mask, int32_t* counts) {
+__global__ void __launch_bounds__(kMaskThreads) count_kernel(Mask<Routed> mask, int32_t* counts) {
   __shared__ int sums[TE_PERMUTE_MAX_EXPERTS];
-  for (int e = threadIdx.x; e < mask.experts; e += kMapThreads) sums[e] = 0;
+  for (int e = threadIdx.x; e < mask.experts; e += kMaskThreads) sums[e] = 0;
   __syncthreads();
-  for (int item = threadIdx.x; item < mask.experts * kWordsOfChunk; item += kMapThreads) {
+  for (int item = threadIdx.x; item < mask.experts * kWordsOfChunk; item += kMaskThreads) {
     const int expert = item % mask.experts, first = int(blockIdx.x) * TE_PERMUTE_CHUNK + item / mask.experts * 32;
     atomicAdd(&sums[expert], __popc(mask.bits(first, expert)));
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < mask.experts; e += kMapThreads)
+  for (int e = threadIdx.x; e < mask.experts; e += kMaskThreads)
     counts[int64_t(blockIdx.x) * mask.experts + e] = sums[e];
 }
 
 // A warp writes a token's row of the map: lanes are experts, 32 at a time.
 template <class Routed>
-__global__ void __launch_bounds__(kMapThreads) place_kernel(Mask<Routed> mask, const int32_t* counts, int32_t* map) {
+__global__ void __launch_bounds__(kMaskThreads) place_kernel(Mask<Routed> mask, const int32_t* counts, int32_t* map) {
   __shared__ int first_row[TE_PERMUTE_MAX_EXPERTS];  // of this chunk
   __shared__ unsigned bits[kWordsOfChunk * TE_PERMUTE_MAX_EXPERTS];
   const int experts = mask.experts, chunks = int(gridDim.x), lane = int(threadIdx.x) % kWarp;
-  int before[TE_PERMUTE_MAX_EXPERTS / kMapThreads];
+  int before[TE_PERMUTE_MAX_EXPERTS / kMaskThreads];
 #pragma unroll
-  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMapThreads; ++i) {
-    const int e = int(threadIdx.x) + i * kMapThreads;
+  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMaskThreads; ++i) {
+    const int e = int(threadIdx.x) + i * kMaskThreads;
     int earlier = 0, all = 0;
+#pragma unroll 16
     for (int chunk = 0; chunk < chunks && e < experts; ++chunk) {
       const int count = counts[int64_t(chunk) * experts + e];
       earlier += chunk < int(blockIdx.x) ? count : 0;
@@ -97,17 +99,17 @@ __global__ void __launch_bounds__(kMapThreads) place_kernel(Mask<Routed> mask, c
     before[i] = earlier;
     if (e < experts) first_row[e] = all;
   }
-  exclusive_sums<kMapThreads>(first_row, experts);
+  exclusive_sums<kMaskThreads>(first_row, experts);
 #pragma unroll
-  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMapThreads; ++i) {
-    const int e = int(threadIdx.x) + i * kMapThreads;
+  for (int i = 0; i < TE_PERMUTE_MAX_EXPERTS / kMaskThreads; ++i) {
+    const int e = int(threadIdx.x) + i * kMaskThreads;
     if (e < experts) first_row[e] += before[i];
   }
-  for (int item = threadIdx.x; item < experts * kWordsOfChunk; item += kMapThreads) {
+  for (int item = threadIdx.x; item < experts * kWordsOfChunk; item += kMaskThreads) {
     bits[item] = mask.bits(int(blockIdx.x) * TE_PERMUTE_CHUNK + item / experts * 32, item % experts);
   }
   __syncthreads();
-  for (int i = int(threadIdx.x) / kWarp; i < TE_PERMUTE_CHUNK; i += kMapThreads / kWarp) {
+  for (int i = int(threadIdx.x) / kWarp; i < TE_PERMUTE_CHUNK; i += kMaskThreads / kWarp) {
     const int token = int(blockIdx.x) * TE_PERMUTE_CHUNK + i;
     if (token >= mask.tokens) break;
     int32_t* const out = map + int64_t(token) * (2 * experts + 1);
