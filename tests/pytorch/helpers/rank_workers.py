@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization.delayed import Region, ScalingState
@@ -133,4 +134,55 @@ def stash_gates(rank):
             stash.stash("rows", [torch.ones(64, 64, device=here())], torch.tensor([pages], device=here()))
         got.append((float(stash.gate()), float(stash.gate(dist.group.WORLD)), stash.gate(dist.group.WORLD).dim()))
         stash.close()
+    return got
+
+
+def mixtures_with_a_stash(rank):
+    """Each rank has layers of its own; rank 1 has more live rows than its pool has pages. Before and after grow():
+    the gate, whether the weights moved, whether the gradients are those without a stash, and the rank's verdict."""
+    torch.manual_seed(0)
+    options = {"experts": (0, 2), "params_dtype": torch.bfloat16, "device": here()}
+    stash = PagedStash(512, 24, factor=1.0, device=here())
+    layers = [te.MoEMLP(128, 128, 4, 1, stash=stash, **options) for _ in range(3)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    x = torch.randn(48, 128, dtype=torch.bfloat16, device=here())
+    with torch.no_grad():  # the sign of a token's first feature chooses between experts here and elsewhere
+        x[:, 0] = -3
+        x[: 48 if rank == 1 else 5, 0] = 3
+        for layer in layers:
+            layer.router.weight.mul_(0.01)
+            layer.router.weight[:2, 0], layer.router.weight[2:, 0] = 1, -1
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def gradients(with_stash=True):
+        for layer in layers:
+            layer.stash = stash if with_stash else None
+        y = x
+        for layer in layers:
+            y = y + layer(y)[0] * 0.01
+        return torch.autograd.grad(y.float().sum(), parameters)
+
+    def step():
+        for parameter, gradient in zip(parameters, gradients(), strict=True):
+            parameter.grad = gradient
+        gate = stash.gate(dist.group.WORLD)
+        if float(gate) == 0:
+            optimizer.step()
+        return float(gate)
+
+    got, expected = [], gradients(with_stash=False)
+    for run in (step, lambda: stash.rerun(step)):
+        before = [p.detach().clone() for p in parameters]
+        if run is step:
+            stash.reset()
+        gate = run()
+        moved = any(not torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+        same = all(torch.equal(p.grad, q) for p, q in zip(parameters, expected, strict=True))
+        verdict = stash.verdict(wait=True)
+        got.append((gate, moved, same, verdict.ok))
+        if not verdict.ok:
+            stash.grow()
+        for parameter in parameters:
+            parameter.grad = None
+    stash.close()
     return got
