@@ -11,6 +11,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch.quantization.recipes.products import plan_of
 
+from ..module.grouped_cases import as_a_loop
 from .policies import policy
 
 RECIPES = {
@@ -72,9 +73,10 @@ def test_two_grouped_layers_are_a_chain(kind, activation, on_device, bias, recom
     leaves = [x, *weights[0], *biases[0], *weights[1], *biases[1]]
 
     one, two = quantizations(kind, device, GROUPS)
-    y = functional.grouped_linear(x, weights[0], biases[0], splits=splits, offsets=offsets, quantizations=one)
-    h = functional.activation(y, activation) if activation else y
-    y = functional.grouped_linear(h, weights[1], biases[1], splits=splits, offsets=offsets, quantizations=two)
+    with as_a_loop(kind):  # as a chain's list is
+        y = functional.grouped_linear(x, weights[0], biases[0], splits=splits, offsets=offsets, quantizations=one)
+        h = functional.activation(y, activation) if activation else y
+        y = functional.grouped_linear(h, weights[1], biases[1], splits=splits, offsets=offsets, quantizations=two)
     separate = gradients(y, leaves, dy)
 
     both = quantizations(kind, device, GROUPS)

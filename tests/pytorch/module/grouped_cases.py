@@ -1,9 +1,11 @@
 # Helpers of the suites of GroupedLinear: a module and a loop of Linears with the same parameters, and their steps. The
 # suites of te.Linear check the arithmetic itself.
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
-from support import assert_same_bits, assert_within
+from plain_fp8 import PlainScales
+from plain_fp8 import linear as plain_linear
+from support import U32, assert_same_bits, assert_within, fp8_sum_error, rounding
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
@@ -78,6 +80,11 @@ def one_by_one():
         _C.set_list_products(before)
 
 
+def as_a_loop(recipe):
+    """Lists whose groups have a scale each go one by one: grouped kernels sum them otherwise on CUDA."""
+    return one_by_one() if recipe in ("delayed", "current") else nullcontext()
+
+
 def assert_same_gradients(ours, loop, ulps=0):
     """Bit for bit, or each element within so many units of the last place of the largest."""
     for i, linear in enumerate(loop):
@@ -91,3 +98,30 @@ def assert_same_gradients(ours, loop, ulps=0):
                 elif a is not None:
                     most = ulps * torch.finfo(a.dtype).eps * float(b.abs().max())
                     assert_within(a, b, most, f"{name}{i}.{what}")
+
+
+def plain_scales():
+    return {"x": PlainScales(4), "weight": PlainScales(4), "dy": PlainScales(4, True)}
+
+
+def check_experts(ours, x, dy, y, dx, recipe, scales, counts=SPLITS):
+    """Results and gradients against float64 per expert; `scales` of each expert see its tensors."""
+    first = 0
+    for i, rows in enumerate(counts):
+        part = slice(first, first + rows)
+        first += rows
+        weight, bias = (getattr(ours, f"{kind}{i}") for kind in ("weight", "bias"))
+        if rows == 0:
+            assert not weight.grad.any() and not bias.grad.any()
+            scales[i]["weight"].see(weight.cpu())
+            continue
+        mine = x[part].cpu(), weight.detach().cpu(), dy[part].cpu()
+        want = plain_linear(recipe, mine[0], mine[1], bias.detach().cpu(), mine[2], scales[i])
+        got = {"y": y[part], "dx": dx[part], "dweight": weight.grad, "dbias": bias.grad}
+        terms = {"y": K + 1, "dx": N, "dweight": rows, "dbias": rows}
+        for name, (exact, magnitude) in want.items():
+            where = "cpu" if name == "dbias" else x.device.type
+            bound = fp8_sum_error(magnitude, terms[name], where, False) + 4 * U32 * magnitude
+            assert_within(got[name].cpu(), exact, bound + rounding(exact, x.dtype) + bound * 2**-7, f"{name} {i}")
+        for name, t in zip(("x", "weight", "dy"), mine, strict=True):
+            scales[i][name].see(t)

@@ -6,14 +6,25 @@ import copy
 
 import pytest
 import torch
-from plain_fp8 import PlainScales, linear
-from support import U32, assert_same_bits, assert_within, fp8_sum_error, randn, refused, rounding, saved_tensors
+from support import assert_same_bits, assert_within, randn, refused, rounding, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
 from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
-from .grouped_cases import RECIPES, SPLITS, K, N, assert_same_gradients, build, give_main_grads, step, step_of_loop
+from .grouped_cases import (
+    RECIPES,
+    SPLITS,
+    K,
+    N,
+    assert_same_gradients,
+    build,
+    check_experts,
+    give_main_grads,
+    plain_scales,
+    step,
+    step_of_loop,
+)
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
 
@@ -28,33 +39,6 @@ def splits_of(counts, device):
 
 def draw(rows, device, dtype=torch.bfloat16):
     return (randn(rows, width, dtype=dtype, device=device) for width in (K, N))
-
-
-def plain_scales():
-    return {"x": PlainScales(4), "weight": PlainScales(4), "dy": PlainScales(4, True)}
-
-
-def check_experts(ours, x, dy, y, dx, recipe, scales, counts=SPLITS):
-    """Results and gradients against float64 per expert; `scales` of each expert see its tensors."""
-    first = 0
-    for i, rows in enumerate(counts):
-        part = slice(first, first + rows)
-        first += rows
-        weight, bias = (getattr(ours, f"{kind}{i}") for kind in ("weight", "bias"))
-        if rows == 0:
-            assert not weight.grad.any() and not bias.grad.any()
-            scales[i]["weight"].see(weight.cpu())
-            continue
-        mine = x[part].cpu(), weight.detach().cpu(), dy[part].cpu()
-        want = linear(recipe, mine[0], mine[1], bias.detach().cpu(), mine[2], scales[i])
-        got = {"y": y[part], "dx": dx[part], "dweight": weight.grad, "dbias": bias.grad}
-        terms = {"y": K + 1, "dx": N, "dweight": rows, "dbias": rows}
-        for name, (exact, magnitude) in want.items():
-            where = "cpu" if name == "dbias" else x.device.type
-            bound = fp8_sum_error(magnitude, terms[name], where, False) + 4 * U32 * magnitude
-            assert_within(got[name].cpu(), exact, bound + rounding(exact, x.dtype) + bound * 2**-7, f"{name} {i}")
-        for name, t in zip(("x", "weight", "dy"), mine, strict=True):
-            scales[i][name].see(t)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

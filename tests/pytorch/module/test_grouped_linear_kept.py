@@ -57,7 +57,7 @@ def test_memory_plan_equals_the_hooks_for_device_splits(recipe, options, device)
 
 @pytest.mark.usefixtures("lists_at_once")
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"save_original_input": True}], ids=str)
-@pytest.mark.parametrize("recipe", ["none", "block"])
+@pytest.mark.parametrize("recipe", ["none", "current", "block"])
 def test_memory_plan_equals_the_hooks_for_lists_at_once(recipe, options, device):
     ours, _ = build(device=device, dtype=torch.bfloat16, **options)
     x = randn(TOTAL, K, dtype=torch.bfloat16, device=device, requires_grad=True)

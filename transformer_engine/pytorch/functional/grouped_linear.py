@@ -42,7 +42,8 @@ def grouped_linear(
     of no group then give zeros, and get a gradient of zeros. out, dgrad_out: matrices that y and x's gradient are
     written into; rows of no group keep their values. Each group's bits are those of linear() of its rows alone (on
     CUDA, with offsets, if cuBLASLt does not split the reduction; biases' gradients are summed in an order of their
-    own). Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features]
+    own; with a scale for each group, FP8 sums of offsets and of splits of small groups restart every 128 products).
+    Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features]
     each. Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers).
     own_weights:
     FP8 copies of the weights. keep_input: as linear.

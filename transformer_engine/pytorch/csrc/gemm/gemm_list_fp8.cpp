@@ -2,6 +2,7 @@
 #include "gemm/gemm_list_fp8.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/tune.h"
 #include "gemm/gemm_path.h"
@@ -55,33 +56,38 @@ std::vector<uint8_t> splits_of(const te_gemm_problem& p, bool along_depth, const
 }
 bool any(const std::vector<uint8_t>& marks) { return std::find(marks.begin(), marks.end(), 1) != marks.end(); }
 
-}  // namespace
+int32_t device_of(const Fp8List& l) { return l.device.is_cpu() ? TE_DEVICE_CPU : int32_t(l.device.index()); }
 
-ListGemms blocks_by_list(const BlockList& l) {
-  constexpr int64_t kStep = 16;  // te_gemm's: other sizes are padded to it
-  const ProductQuantization& q = l.quantization;
-  const int32_t device = l.device.is_cpu() ? TE_DEVICE_CPU : int32_t(l.device.index());
-  // cuBLASLt multiplies by a weight gradient's two scales one after the other: of powers of 2 that is the same.
-  const bool exact = q.x.spec.pow_2_scales && q.dy.spec.pow_2_scales;
-  GemmList rows{device, exact && !tuning::looks_on(), 0, 0}, across = rows, weights = rows;
-  std::vector<int64_t> counts;
-  int64_t all = 0;
+// Whether groups are small in the results of all three GEMMs.
+bool are_small(const Fp8List& l, bool readable) {
+  GemmList rows{device_of(l), readable, 0, 0}, across = rows, weights = rows;
   for (const int64_t split : l.splits) {
-    all += split;
-    counts.push_back((split + kStep - 1) / kStep * kStep);
     if (split == 0) continue;
     for (GemmList* list : {&rows, &across, &weights}) ++list->groups;
     rows.tiles += result_tiles(split, l.n);
     across.tiles += result_tiles(split, l.k);
     weights.tiles += result_tiles(l.n, l.k);
   }
-  const bool fits = q.x.spec.kind == QuantizeSpec::kBlock1d && q.backward == BackwardReads::kQuantized &&
-                    (l.dtype == at::kBFloat16 || l.dtype == at::kHalf) && l.n % kStep == 0 && l.k % kStep == 0 &&
-                    l.n * l.k > 0 && all < INT32_MAX - 256;
-  if (!fits) return {};
-  for (const GemmList* list : {&rows, &across, &weights}) {
-    if (list_refuses(*list) != nullptr) return {};
-  }
+  return list_refuses(rows) == nullptr && list_refuses(across) == nullptr && list_refuses(weights) == nullptr;
+}
+
+constexpr int64_t kStep = 16;  // te_gemm's: other sizes are padded to it
+
+// Whether the grouped kernels compute all three GEMMs, read the matrices without copies, and count the rows.
+bool fits(const Fp8List& l) {
+  const int64_t all = std::accumulate(l.splits.begin(), l.splits.end(), int64_t(0));
+  return l.quantization.backward == BackwardReads::kQuantized && (l.dtype == at::kBFloat16 || l.dtype == at::kHalf) &&
+         l.n % kStep == 0 && l.k % kStep == 0 && l.n * l.k > 0 && all < INT32_MAX - 256;
+}
+
+ListGemms blocks_by_list(const Fp8List& l) {
+  const ProductQuantization& q = l.quantization;
+  // cuBLASLt multiplies by a weight gradient's two scales one after the other: of powers of 2 that is the same.
+  const bool exact = q.x.spec.pow_2_scales && q.dy.spec.pow_2_scales;
+  if (!are_small(l, exact && !tuning::looks_on())) return {};
+  std::vector<int64_t> counts;
+  for (const int64_t split : l.splits) counts.push_back((split + kStep - 1) / kStep * kStep);
+  const int32_t device = device_of(l);
   const te_dtype out = dtype_of(l.dtype), gradient = fp8_of(q.dy);
   te_gemm_problem fprop = problem_of(kStep, {l.n, l.k, fp8_of(q.x), TE_SCALING_BLOCK_2D}, out, device);
   if (l.bias) {
@@ -97,8 +103,20 @@ ListGemms blocks_by_list(const BlockList& l) {
     wgrad.accumulate = add;
     if (any(splits_of(wgrad, true, counts))) return {};
   }
-  ListGemms plan{true, splits_of(fprop, false, counts), splits_of(dgrad, false, counts)};
+  ListGemms plan{true, true, splits_of(fprop, false, counts), splits_of(dgrad, false, counts)};
   for (std::vector<uint8_t>* each : {&plan.fprop, &plan.dgrad}) leave_groups(counts, *each);
+  return plan;
+}
+
+}  // namespace
+
+ListGemms fp8_by_list(const Fp8List& l) {
+  if (!fits(l)) return {};
+  const QuantizeSpec& x = l.quantization.x.spec;
+  if (x.kind == QuantizeSpec::kBlock1d) return blocks_by_list(l);
+  const bool scale_a_group = x.kind == QuantizeSpec::kDelayed || x.kind == QuantizeSpec::kCurrent;
+  ListGemms plan;
+  plan.at_once = scale_a_group && are_small(l, true);
   return plan;
 }
 

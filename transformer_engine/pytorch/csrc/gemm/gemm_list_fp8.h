@@ -1,4 +1,5 @@
-// Decides whether grouped kernels may compute the FP8 GEMMs of a list of groups, to the bits of te_gemm of each group.
+// Decides whether grouped kernels may compute the FP8 GEMMs of a list of groups: in blocks to the bits of te_gemm of
+// each group, with a scale for each group to those of sizes on the device, since no order of sums is te_gemm's.
 #pragma once
 
 #include "gemm/product.h"
@@ -6,7 +7,7 @@
 namespace te_torch {
 
 // A layer with a weight [n, k] for each group of rows, whose sizes are on the host.
-struct BlockList {
+struct Fp8List {
   at::Device device;
   at::ScalarType dtype;  // of rows and results
   int64_t n, k;
@@ -15,12 +16,14 @@ struct BlockList {
   at::ArrayRef<int64_t> splits;
 };
 
-// at_once: grouped kernels compute all three GEMMs in blocks, since groups are small (list_refuses) and te_gemm sums
-// the elements of all weight gradients in one pass. fprop, dgrad: mark the groups that are left to te_gemm.
+// at_once: grouped kernels compute all three GEMMs, since groups are small (list_refuses) and, in blocks, te_gemm sums
+// the elements of all weight gradients in one pass. bits_of_loop: in blocks. fprop, dgrad: mark the groups that are
+// left to te_gemm.
 struct ListGemms {
   bool at_once = false;
+  bool bits_of_loop = false;
   std::vector<uint8_t> fprop, dgrad;
 };
-ListGemms blocks_by_list(const BlockList& list);
+ListGemms fp8_by_list(const Fp8List& list);
 
 }  // namespace te_torch

@@ -68,7 +68,7 @@ const char* list_refuses(const GemmList& list) {
   const Lists wanted = lists.load(std::memory_order_relaxed);
   if (wanted == Lists::kEach) return "set_list_products('each') asks for it";
   if (!list.readable)
-    return "the grouped kernels take dense rows on 16 bytes, of 16 bits or of FP8 in blocks with scales of powers of 2";
+    return "the grouped kernels take dense rows on 16 bytes, of 16 bits or FP8, in blocks with scales of powers of 2";
   te_device_properties gpu{};
   const bool cpu = list.device == TE_DEVICE_CPU;
   if (!cpu) check(te_get_device_properties(list.device, &gpu));
@@ -111,8 +111,8 @@ void register_gemm_path(pybind11::module_& m) {
       py::arg("by"),
       "Selects the implementation of GEMMs of groups of rows whose sizes are on the host, for the whole process:\n"
       "'fastest', the default; 'each', one GEMM for each group; 'grouped', the grouped kernel for all groups that it\n"
-      "can compute, of any size; 'alternating', the same, with a GEMM for each second group. The bits are the same.\n"
-      "Returns the previous selection. For tests.");
+      "can compute, of any size; 'alternating', the same, with a GEMM for each second group. The bits are the same,\n"
+      "but for those of FP8 with a scale for each group on CUDA. Returns the previous selection. For tests.");
   m.def(
       "gemm_path",
       [](const at::Device& device, at::ScalarType operands, at::ScalarType out, bool empty, bool bias_gradient,

@@ -57,6 +57,8 @@ const char* list_refuses(const GemmList& list);
 
 // The reason that te.explain shows for such launches.
 inline constexpr const char* kListAtOnce = "a list of small groups: one launch for all";
+inline constexpr const char* kListAsDevice =
+    "a list of small groups: one launch for all, with the sums of sizes on the device";
 
 // Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.
 void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each);

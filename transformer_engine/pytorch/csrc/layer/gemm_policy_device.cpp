@@ -32,7 +32,10 @@ Tensor plain_rows(const DispatchMode& dispatch, const Operand& t, const Tensor& 
 }
 
 // The reason that te.explain shows for groups whose sizes are on the host too.
-const char* why_of(bool listed) { return listed ? kListAtOnce : nullptr; }
+const char* why_of(const Grouping& grouping) {
+  if (grouping.splits.empty()) return nullptr;
+  return grouping.bits_of_loop ? kListAtOnce : kListAsDevice;
+}
 
 // The targets of each call of te::grouped_wgrad_accumulate, as its `how`. listed: targets that share memory go to
 // different calls, in the order of the groups.
@@ -54,17 +57,19 @@ Tensor sums_of(const DispatchMode& dispatch, const Tensor& dy, const Tensor& off
 
 class DeviceWeightProduct final : public WgradTask {
  public:
-  // splits: empty, or the sizes of the groups, if they are on the host; their targets may share memory then.
-  DeviceWeightProduct(Gradient gradient, Operand x, Tensor offsets, at::ScalarType dtype, std::vector<int64_t> splits)
+  // Targets may share memory if the sizes of the groups are on the host too.
+  DeviceWeightProduct(Gradient gradient, Operand x, at::ScalarType dtype, const Grouping& grouping)
       : dy_(std::move(gradient.dy)),
         x_(std::move(x)),
         dbias_(std::move(gradient.dbias)),
-        offsets_(std::move(offsets)),
+        offsets_(grouping.offsets),
         dtype_(dtype),
-        splits_(std::move(splits)) {}
+        splits_(grouping.splits),
+        bits_of_loop_(grouping.bits_of_loop),
+        why_(why_of(grouping)) {}
 
   WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
-    const probe::PathReason because(why_of(listed()));
+    const probe::PathReason because(why_);
     WeightGrads grads;
     const std::vector<Tensor> weights = in_fp8() ? fp8_gradients(dispatch) : plain_gradients(dispatch);
     grads.weights.assign(weights.begin(), weights.end());
@@ -94,7 +99,7 @@ class DeviceWeightProduct final : public WgradTask {
 
  private:
   void add_together(const DispatchMode& dispatch, at::ArrayRef<WeightTarget> targets) const {
-    const probe::PathReason because(why_of(listed()));
+    const probe::PathReason because(why_);
     for (const std::vector<int64_t>& modes : rounds_of(targets, listed())) {
       std::vector<Tensor> list;
       for (size_t g = 0; g < modes.size(); ++g) {
@@ -116,7 +121,7 @@ class DeviceWeightProduct final : public WgradTask {
   }
   // A product of a group of its own is rounded before it is added to 16 bits; the kernels' is not.
   bool each_is_added(at::ArrayRef<WeightTarget> targets) const {
-    return listed() && in_fp8() && std::any_of(targets.begin(), targets.end(), [](const WeightTarget& target) {
+    return bits_of_loop_ && in_fp8() && std::any_of(targets.begin(), targets.end(), [](const WeightTarget& target) {
              return target.out.defined() && !target.overwrite && target.out.scalar_type() != at::kFloat;
            });
   }
@@ -162,6 +167,8 @@ class DeviceWeightProduct final : public WgradTask {
   Tensor dbias_, offsets_;  // dbias: summed already, where dy is FP8 and a bias needs a gradient
   at::ScalarType dtype_;
   std::vector<int64_t> splits_;
+  bool bits_of_loop_;
+  const char* why_;
 };
 
 // One direction of the weights, as lists of data and of scales.
@@ -253,7 +260,7 @@ class DeviceGroups final : public GemmPolicy {
 
   Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const probe::PathReason because(why_of(listed()));
+    const probe::PathReason because(why_of(grouping_));
     check_apart(grouping_.out, "out", x);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
     if (x.quantized() && all_quantized(w)) {
@@ -285,7 +292,7 @@ class DeviceGroups final : public GemmPolicy {
 
   Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
-    const probe::PathReason because(why_of(listed()));
+    const probe::PathReason because(why_of(grouping_));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
     const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
     if (dy.quantized() && all_quantized(w)) {
@@ -317,20 +324,20 @@ class DeviceGroups final : public GemmPolicy {
 
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode&, Gradient gradient, Operand x, at::ScalarType dtype,
                                         bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), grouping_.offsets, dtype,
-                                                 grouping_.splits);
+    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), dtype, grouping_);
   }
 
   Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& sums) const override {
-    if (listed() && !sums.defined()) return column_sums_of(dispatch, dy, rows_of_groups(grouping_.splits));
+    if (grouping_.bits_of_loop && !sums.defined())
+      return column_sums_of(dispatch, dy, rows_of_groups(grouping_.splits));
     return each_row(dispatch, sums.defined() ? sums : sums_of(dispatch, dy, grouping_.offsets, false));
   }
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
-  // If the sizes of the groups are on the host: summed in the order of a separate layer for each group.
+  // If the bits are a loop's: summed in the order of a separate layer for each group.
   Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
-    if (!listed()) return sums_of(dispatch, t, grouping_.offsets, true);
+    if (!grouping_.bits_of_loop) return sums_of(dispatch, t, grouping_.offsets, true);
     const Tensor rows = matrix_of(t);
     const Quantizer* summing = gradient_quantizer(grouping_.quantizations[0].get(), {});
     std::vector<Tensor> sums;

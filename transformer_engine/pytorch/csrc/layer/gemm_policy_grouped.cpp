@@ -19,7 +19,8 @@ namespace te_torch::layer {
 namespace {
 
 constexpr const char* kFp8OneByOne =
-    "FP8 groups of a list go one by one, but for small ones in blocks with scales of powers of 2";
+    "FP8 groups of a list go one by one, but for small ones of 16-bit results, with a scale each or in blocks with "
+    "scales of powers of 2";
 
 // The reason that te.explain shows for one GEMM a group; null: none.
 class ListOneByOne {

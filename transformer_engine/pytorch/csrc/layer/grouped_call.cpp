@@ -41,23 +41,29 @@ bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
   return quantizations.empty() || device_refuses(quantizations, groups) != nullptr || cpu_products_by_loop();
 }
 
-// Gives a list of FP8 groups offsets if kernels over all groups may compute it, to the bits of one GEMM a group.
+// Gives a list of FP8 groups offsets if kernels over all groups may compute it: in blocks to the bits of one GEMM a
+// group, with a scale for each group to those of sizes on the device.
 void put_at_once(Grouping& grouping, const Tensor& x, size_t layer_idx, at::TensorList weights, bool bias,
                  const GroupedHandles& handles) {
   if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return;
   if (x.is_cpu() && cpu_products_by_loop()) return;  // they would be those of LibTorch
   if (must_dispatch({&x}) || x.dim() == 0 || weights[0].dim() != 2) return;
   if (layer_idx == 0 && x.size(-1) != weights[0].size(1)) return;  // refused by the product
+  const QuantizeSpec& spec = grouping.quantizations[0]->x.spec;
+  // One state for all groups: each adds its amax before the next one.
+  if (spec.kind == QuantizeSpec::kDelayed && grouping.quantizations.size() != weights.size()) return;
+  const te_scaling of_weights = spec.scaling() == TE_SCALING_TENSOR ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D;
   for (const Quantized& own : handles.own_weights) {
-    if (own.scaling != TE_SCALING_BLOCK_2D || own.e5m2) return;
+    if (own.scaling != of_weights || own.e5m2) return;
   }
   const auto device = x.device().type();
   const at::ScalarType dtype =
       at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
-  ListGemms plan = blocks_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), bias,
-                                   handles.grad_accumulator != nullptr, *grouping.quantizations[0], grouping.splits});
+  ListGemms plan = fp8_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), bias,
+                                handles.grad_accumulator != nullptr, *grouping.quantizations[0], grouping.splits});
   if (!plan.at_once) return;
   grouping.offsets = grouped_offsets_of(grouping.splits, x);
+  grouping.bits_of_loop = plan.bits_of_loop;
   grouping.fprop_each = std::move(plan.fprop);
   grouping.dgrad_each = std::move(plan.dgrad);
 }

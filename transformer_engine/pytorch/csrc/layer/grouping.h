@@ -18,6 +18,9 @@ struct Grouping {
   Tensor out, dgrad_out;
   // With splits and offsets: marks the groups that the kernel leaves to a GEMM of their own.
   std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
+  // With splits and offsets: whether the bits are those of a separate layer for each group, else those of sizes on the
+  // device.
+  bool bits_of_loop = false;
   // The caller's offsets, where `splits` was read from them; the last one counts the live rows.
   Tensor read_offsets = {};
 };
