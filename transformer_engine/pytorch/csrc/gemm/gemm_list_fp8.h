@@ -1,5 +1,5 @@
 // Decides whether grouped kernels may compute the FP8 GEMMs of a list of groups: in blocks to the bits of te_gemm of
-// each group, with a scale for each group to those of sizes on the device, since no order of sums is te_gemm's.
+// each group; with a scale for each group to those of sizes on the device, whose sums te_gemm does not repeat.
 #pragma once
 
 #include "gemm/product.h"

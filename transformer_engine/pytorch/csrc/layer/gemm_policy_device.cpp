@@ -335,7 +335,7 @@ class DeviceGroups final : public GemmPolicy {
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
-  // If the bits are a loop's: summed in the order of a separate layer for each group.
+  // With bits_of_loop: summed in the order of a separate layer for each group.
   Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
     if (!grouping_.bits_of_loop) return sums_of(dispatch, t, grouping_.offsets, true);
     const Tensor rows = matrix_of(t);
