@@ -1,5 +1,8 @@
 # Packed modules on a GPU take flash: te.explain names it, NVTE_FLASH_ATTN=0 leaves chunked, whose values it has; no
-# wait for the device, captured replays with changing lengths, compiled and recomputed calls.
+# wait for the device, captured replays with changing lengths, compiled and recomputed calls, lengths that do not fit.
+import subprocess
+import sys
+
 import pytest
 import torch
 from plain_modules import angles, randomize
@@ -113,12 +116,43 @@ def test_captured_replays_with_changing_lengths(padded):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for number in range(200):
+    for number in range(1000):
         fill(choices[number % len(choices)])
         graph.replay()
         if number < 2 * len(choices):
             for got, wanted in zip(captured, step(), strict=True):
                 assert_same_bits(got, wanted)
+
+
+WRONG = """
+import sys, torch, transformer_engine.pytorch as te
+kernel, change = sys.argv[1], eval(sys.argv[2])
+numbers = {"cu_seqlens_q": [0, 3, 7], "cu_seqlens_kv": [0, 3, 7]} | change
+call = {name: n if isinstance(n, int) else torch.tensor(n, dtype=torch.int32).cuda() for name, n in numbers.items()}
+q = torch.zeros(7, 2, 64, dtype=torch.bfloat16 if kernel == "flash" else torch.float32, device="cuda")
+bounds = {"max_seqlen_q": 8, "max_seqlen_kv": 8}
+te.DotProductAttention(2, 64, qkv_format="thd", attn_mask_type="padding")(q, q, q, **bounds | call)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("kernel", ["flash", "chunked"])
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"cu_seqlens_q": [0, 4, 3]}, "'cu_seqlens_q'"),
+        ({"cu_seqlens_kv": [0, 4, 8]}, "'cu_seqlens_kv'"),
+        ({"cu_seqlens_q_padded": [0, 2, 7]}, "'cu_seqlens_q_padded'"),
+        ({"max_seqlen_kv": 3}, "'max_seqlen_kv'"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_lengths_that_do_not_fit_are_a_device_assertion_that_names_them(kernel, change, name):
+    """In a process of its own, which loses its context."""
+    done = subprocess.run([sys.executable, "-c", WRONG, kernel, repr(change)], capture_output=True, text=True)
+    assert (done.returncode == 0) == (name is None), done.stderr[-2000:]
+    assert name is None or (name in done.stderr and "device-side assert" in done.stderr), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

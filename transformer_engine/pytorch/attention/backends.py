@@ -105,7 +105,7 @@ def attention_path(
         own_end = pattern.positional and not pattern.bottom_right and not same_lengths
         refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
         if not refused and "NVTE_FLASH_ATTN" not in away:
-            kernel, pattern = "flash", pattern._replace(bottom_right=True)
+            kernel, pattern = "flash", Pattern(pattern.left, pattern.right, True, pattern.padding, pattern.arbitrary)
         reason = _packed_reason(refused, kernel)
     if kernel == "chunked" and reason and "NVTE_UNFUSED_ATTN" in away:
         flash_helps = packed and not refused

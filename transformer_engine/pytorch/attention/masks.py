@@ -39,7 +39,7 @@ class Pattern(NamedTuple):
             farthest = max(seq_q, seq_kv) - 1
             left = -1 if left >= farthest else left
             right = -1 if right >= farthest else right
-        return self._replace(left=left, right=right, bottom_right=bottom_right)
+        return Pattern(left, right, bottom_right, self.padding, self.arbitrary)  # faster than _replace
 
     @property
     def positional(self) -> bool:

@@ -13,7 +13,7 @@ foreach(group IN ITEMS
     "ops/cross_entropy;ops/linear_cross_entropy"
     "ops/permute;ops/permute_kernels"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
-    "ops/attention;ops/attention_chunked;ops/attention_flash;ops/attention_kernels;ops/attention_rows"
+    "ops/attention;ops/attention_chunked;ops/attention_flash;ops/attention_kernels;ops/attention_passes;ops/attention_rows"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"
     "gemm/gemm_list;gemm/gemm_list_fp8;quantize/grouped_quantize;layer/gemm_policy_grouped;layer/grouping;layer/grouped_call"
     "gemm/gemm_fp8;gemm/grouped_gemm;gemm/grouped_gemm_fp8;core/grouped_operands"

@@ -2,13 +2,14 @@
 // checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head.
 #include "ops/attention_call.h"
 
+#include <transformer_engine/transformer_engine.h>
+
 #include <cmath>
 #include <initializer_list>
 
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
 #include "ops/attention_kernels.h"
-#include "ops/attention_rows.h"
 
 namespace te_torch {
 
@@ -179,17 +180,26 @@ void check_arguments(const AttentionCall& call) {
   check_numbers(call);
 }
 
+// Kernels read lengths as dense memory.
+AttentionCall with_dense_lengths(AttentionCall call) {
+  for (const AttentionRow row : {kLengthsQ, kLengthsKv, kStartsQ, kStartsKv}) {
+    if (call.rows[row].defined()) call.rows[row] = call.rows[row].contiguous();
+  }
+  return call;
+}
+
 Three attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                     const OptionalTensor& slopes, const OptionalTensor& sink, const TensorsOrNone& rows,
                     std::string_view layout, std::string_view kernel, at::IntArrayRef pattern,
                     at::ArrayRef<double> scores) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
   const AttentionKernel& chosen = attention_kernel(kernel);
-  check_arguments(call), chosen.check(call);
+  const AttentionCall given = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  check_arguments(given), chosen.check(given);
+  const AttentionCall call = with_dense_lengths(given);
   check_memory(q, kOp, "q"), check_memory(k, kOp, "k"), check_memory(v, kOp, "v");
-  check_sequences(call);
   const AttentionResult result = chosen.forward(call);
+  te_note_path(nullptr, nullptr);  // te.explain names the kernel, not the passes beside it
   return {result.out, result.lse, chosen.has_max_logit ? result.max_logit : result.lse.new_empty({0})};
 }
 
@@ -213,8 +223,9 @@ Six attention_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& 
                   std::string_view kernel, at::IntArrayRef pattern, at::ArrayRef<double> scores,
                   AttentionWanted wanted) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const AttentionCall call = call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores);
+  const AttentionCall call = with_dense_lengths(call_of(q, k, v, bias, slopes, sink, rows, layout, pattern, scores));
   AttentionGradients g = attention_kernel(kernel).backward(call, {out, lse, {}}, dout, dlse.value_or(Tensor()), wanted);
+  te_note_path(nullptr, nullptr);
   for (Tensor& gradient : g) {
     if (!gradient.defined()) gradient = q.new_empty({0});
   }

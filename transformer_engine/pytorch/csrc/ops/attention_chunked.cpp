@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "ops/attention_laws.h"
+#include "ops/attention_passes.h"
 #include "ops/attention_rows.h"
 
 namespace te_torch {
@@ -134,6 +135,7 @@ Tensor summed_as(const Tensor& t, const Tensor& like) {
 }  // namespace
 
 AttentionResult chunked_attention(const AttentionCall& call) {
+  check_sequences(call);
   const SequenceSet queries(call, false), keys(call, true);
   const at::ScalarType dtype = call.compute_dtype();
   const auto floats = call.q.options().dtype(dtype);

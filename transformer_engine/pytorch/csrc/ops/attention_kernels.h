@@ -11,7 +11,7 @@ struct AttentionKernel {
   std::string_view name;
   bool has_max_logit;
   void (*check)(const AttentionCall& call);  // ValueError for a call that it does not take; reads no values
-  AttentionResult (*forward)(const AttentionCall& call);
+  AttentionResult (*forward)(const AttentionCall& call);  // checks the lengths too
   // The gradients that are wanted. dlse: of lse, or undefined.
   AttentionGradients (*backward)(const AttentionCall& call, const AttentionResult& result, const Tensor& dout,
                                  const Tensor& dlse, AttentionWanted wanted);

@@ -1,63 +1,11 @@
-// The rows of the sequences of an attention call: where they are, and checks of that.
+// See attention_rows.h.
 #include "ops/attention_rows.h"
 
-#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/TensorOperators.h>
 
-#include <string>
-
 namespace te_torch {
-
-namespace {
-
-void check_values(const Tensor& holds, const char* argument, const Tensor& given, const std::string& wanted) {
-  const std::string message = std::string("attention: argument '") + argument + "' ";
-  if (!holds.is_cpu()) {
-    at::_assert_async(holds, message + "does not fit: wanted " + wanted);
-    return;
-  }
-  if (holds.item<bool>()) return;
-  const Tensor numbers = given.to(at::kLong).contiguous();
-  TORCH_CHECK_VALUE(false, message, "is ",
-                    at::IntArrayRef(numbers.const_data_ptr<int64_t>(), static_cast<size_t>(numbers.numel())),
-                    ", wanted ", wanted, ".");
-}
-
-void check_side(const AttentionCall& call, bool keys) {
-  const Tensor& cumulative = call.rows[keys ? kLengthsKv : kLengthsQ];
-  const Tensor& starts = call.rows[keys ? kStartsKv : kStartsQ];
-  const int64_t rows = (keys ? call.k : call.q).size(0);
-  const std::string name = keys ? "cu_seqlens_kv" : "cu_seqlens_q", tokens = std::to_string(rows);
-  const Tensor lengths = cumulative.diff();
-  Tensor grows = (lengths >= 0).all() & (cumulative[0] == 0);
-  if (!starts.defined()) grows = grows & (cumulative[-1] <= rows);
-  check_values(grows, name.c_str(), cumulative,
-               "0 first and then each sequence's length added, up to the " + tokens + " tokens of the input");
-  if (starts.defined()) {
-    const Tensor ends = starts.narrow(0, 0, lengths.size(0)) + lengths;
-    const Tensor fits = (ends <= starts.narrow(0, 1, lengths.size(0))).all() & (starts[0] >= 0) & (starts[-1] <= rows);
-    check_values(
-        fits, (name + "_padded").c_str(), starts,
-        "the row where each sequence begins, with room for its tokens, up to the " + tokens + " rows of the input");
-  }
-  const auto most = call.max_lengths[keys ? 1 : 0];
-  if (!most.has_value()) return;
-  check_values((lengths <= *most).all(), keys ? "max_seqlen_kv" : "max_seqlen_q", lengths.new_full({1}, *most),
-               "at least the longest sequence of '" + name + "'");
-}
-
-}  // namespace
-
-void check_sequences(const AttentionCall& call) {
-  if (!call.packed) return;
-  check_side(call, false);
-  const auto same = [&](AttentionRow one, AttentionRow other) { return call.rows[one].is_same(call.rows[other]); };
-  const bool checked = same(kLengthsQ, kLengthsKv) && same(kStartsQ, kStartsKv) && call.q.size(0) == call.k.size(0) &&
-                       call.max_lengths[0] == call.max_lengths[1];
-  if (!checked) check_side(call, true);
-}
 
 Tensor SequenceRows::view(const Tensor& t) const {
   return batch_dim_ >= 0 ? t.select(batch_dim_, first_) : t.narrow(0, first_, length_);

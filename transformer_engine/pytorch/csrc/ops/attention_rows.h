@@ -51,7 +51,4 @@ class SequenceSet {
   Tensor present_, starts_, lengths_;  // starts_, lengths_: int64 [sequences], on the CPU unless by_index_
 };
 
-// Lengths and beginnings of packed sequences: ValueError on the CPU; on a GPU the device asserts, and nothing waits.
-void check_sequences(const AttentionCall& call);
-
 }  // namespace te_torch

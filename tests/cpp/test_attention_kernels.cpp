@@ -1,0 +1,161 @@
+// The kernels of attention on emulated blocks (emulated_intrinsics.h), against the oracle of their CPU path, in several
+// orders of the threads with the same bits.
+#include "emulated_intrinsics.h"
+
+#include <vector>
+
+#include "ops/attention/attention_math.h"
+
+namespace te::attention::cuda {
+struct Refusal {
+  bool keys;
+  Fault fault;
+  int32_t place;
+};
+inline std::vector<Refusal> refusals;
+inline void refuse(bool keys, Fault fault, int32_t place) { refusals.push_back({keys, fault, place}); }
+}  // namespace te::attention::cuda
+
+#include "attention_case.h"
+#include "ops/attention/attention.cuh"
+
+namespace te {
+namespace {
+
+using namespace testing;
+using namespace attention;
+using namespace attention::cuda;
+
+template <class T>
+Pass<T> pass_of(const AttentionProblem<T>& p) {
+  Pass<T> pass{};
+  pass.places = Places::of(p.plan.queries);
+  pass.order = LseOrder::of(p.plan, p.shape.heads);
+  pass.lse = Matrix<float>::of(p.lse->tensor()), pass.kernel_lse = p.kernel_lse->data();
+  pass.sink = static_cast<const float*>(p.plan.sink.data);
+  pass.out = Matrix<T>::of(p.out->tensor()), pass.dout = Matrix<T>::of(p.dout->tensor());
+  pass.partials = p.workspace->data(), pass.head_dim = int32_t(p.shape.width);
+  return pass;
+}
+
+unsigned chunks_of(const AttentionShape& shape) { return unsigned((shape.heads + kTileHeads - 1) / kTileHeads); }
+
+template <class T, int N>
+void forward(const AttentionProblem<T>& p, unsigned seed) {
+  const Pass<T> pass = pass_of(p);
+  run_blocks(unsigned(tiles_of(p.rows)) * chunks_of(p.shape), kThreads, seed, [&] { forward_kernel<T, N>(pass); });
+}
+
+template <class T, int N>
+void backward(const AttentionProblem<T>& p, unsigned seed, bool with_sink) {
+  const Pass<T> pass = pass_of(p);
+  const int parts = int(parts_of(p.rows));
+  const unsigned blocks = unsigned(parts) * chunks_of(p.shape);
+  if (!with_sink) return run_blocks(blocks, kThreads, seed, [&] { backward_kernel<T, N, false>(pass, parts); });
+  run_blocks(blocks, kThreads, seed, [&] { backward_kernel<T, N, true>(pass, parts); });
+  run_blocks(unsigned((p.shape.heads + kWarp - 1) / kWarp), kWarp * kSumRows, seed,
+             [&] { sum_parts_kernel(pass.partials, parts, p.shape.heads, p.dsink->data()); });
+}
+
+template <class T, int N>
+void check(const AttentionShape& shape) {
+  AttentionProblem<T> p(TE_DEVICE_CPU, shape);
+  forward<T, N>(p, 1);
+  p.expect_forward();
+  const std::vector<T> first = p.out->read();
+  p.out->fill(p.given);
+  forward<T, N>(p, 2);
+  EXPECT_EQ(std::memcmp(first.data(), p.out->read().data(), first.size() * sizeof(T)), 0);
+  p.start_backward();
+  p.out->fill(p.given);
+  backward<T, N>(p, 3, false);
+  p.expect_backward(false);
+  if (!shape.sink) return;
+  backward<T, N>(p, 4, true);
+  p.expect_backward(true);
+  const std::vector<float> sums = p.dsink->read();
+  backward<T, N>(p, 5, true);
+  EXPECT_EQ(std::memcmp(sums.data(), p.dsink->read().data(), sums.size() * sizeof(float)), 0);
+}
+
+TEST(AttentionKernels, ForwardAndBackward) {
+  for (const AttentionShape& shape : kAttentionShapes) {
+    for_attention_dtypes([&](auto t) {
+      using T = decltype(t);
+      if (shape.width % kVec<T> == 0 && shape.pitch % kVec<T> == 0) {
+        check<T, kVec<T>>(shape);
+      } else {
+        check<T, 1>(shape);
+      }
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+// More tiles than parts: a block adds several.
+TEST(AttentionKernels, ManyRows) { check<bf16, 8>({{8300}, 0, 3, 1, 8}); }
+
+TEST(AttentionKernels, PiecesAndRefusals) {
+  const std::vector<int32_t> lengths{0, 3, 3, 5}, starts{1, 6, 6, 9}, keys{0, 4, 5, 8};
+  std::vector<int32_t> of_q(10, -1), of_kv(10, -1);
+  const auto run = [&](const Side& q, const Side& kv, unsigned sides) {
+    refusals.clear();
+    run_blocks(sides, kThreads, 7, [&] { sequences_kernel(q, kv); });
+  };
+  const Side q{{lengths.data(), starts.data(), 9, 3}, 3, of_q.data()},
+      kv{{keys.data(), nullptr, 8, 3}, 4, of_kv.data()};
+  run(q, kv, 2);
+  EXPECT_TRUE(refusals.empty());
+  EXPECT_EQ(of_q, (std::vector<int32_t>{1, 4, 6, 6, 6, 6, 6, 8, 9, 9}));
+  EXPECT_EQ(of_kv, (std::vector<int32_t>{0, 4, 4, 4, 5, 5, 5, 8, 8, 8}));
+  const auto expect = [&](const Side& queries, const Side& of_keys, bool is_keys, Fault fault, int32_t place) {
+    run(queries, of_keys, 2);
+    ASSERT_EQ(refusals.size(), 1u);
+    EXPECT_EQ(refusals[0].keys, is_keys);
+    EXPECT_EQ(refusals[0].fault, fault);
+    EXPECT_EQ(refusals[0].place, place);
+  };
+  Side wrong = kv;
+  wrong.places.rows = 7;
+  expect(q, wrong, true, Fault::kLengths, 3);
+  wrong = kv, wrong.longest = 3;
+  expect(q, wrong, true, Fault::kLongest, 0);
+  wrong = q, wrong.places.rows = 8;
+  expect(wrong, kv, false, Fault::kStarts, 3);
+  const std::vector<int32_t> falls{0, 3, 2, 5};
+  wrong = kv, wrong.places.lengths = falls.data();
+  expect(q, wrong, true, Fault::kLengths, 1);
+}
+
+TEST(AttentionKernels, ZeroPadding) {
+  for (const bool wide : {false, true}) {
+    AttentionProblem<bf16> p(TE_DEVICE_CPU, {{5, 0, 33, 1}, 2, 70, 2, 12, false});
+    AttentionProblem<float> keys(TE_DEVICE_CPU, {{4, 1, 0, 2}, 0, 3, 1, 8, false});
+    p.out->poison(), keys.out->poison();
+    ZeroedTensors list{};
+    const auto zeroed = [&](const auto& problem, int64_t bytes) {
+      const int64_t row = problem.shape.heads * problem.shape.width * bytes;
+      return Zeroed{Places::of(problem.plan.queries),
+                    reinterpret_cast<char*>(problem.out->data()),
+                    row,
+                    row,
+                    wide,
+                    unsigned((problem.rows + kZeroRows - 1) / kZeroRows)};
+    };
+    list.tensors[0] = zeroed(p, 2), list.tensors[2] = zeroed(keys, 4);
+    run_blocks(list.tensors[0].blocks + list.tensors[2].blocks, kThreads, 9, [&] { zero_padding_kernel(list); });
+    const auto expect = [](const auto& problem) {
+      const auto values = problem.out->read();
+      const size_t width = size_t(problem.shape.heads * problem.shape.width);
+      for (size_t i = 0; i < values.size(); ++i) {
+        const float value = to_float(values[i]);
+        ASSERT_TRUE(problem.padding[i / width] ? value == 0.f : std::isnan(value)) << i;
+      }
+      EXPECT_TRUE(problem.out->padding_untouched());
+    };
+    expect(p), expect(keys);
+  }
+}
+
+}  // namespace
+}  // namespace te
