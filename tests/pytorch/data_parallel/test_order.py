@@ -204,8 +204,7 @@ def backward(ddp, order=None):
     params = list(ddp.module.parameters())
     for i in range(len(params)) if order is None else order:
         params[i].main_grad.add_(1.0)
-        with ddp._order.lock:
-            ddp.param_to_bucket_group[params[i]].register_grad_ready(params[i])
+        ddp.param_to_bucket_group[params[i]].register_grad_ready(params[i])
 
 
 @pytest.mark.parametrize("first", list(itertools.permutations(range(3))))

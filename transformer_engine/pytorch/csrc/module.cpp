@@ -52,6 +52,8 @@
   X(saved_rows)
 
 #define TE_WGRAD(X) \
+  X(ready_counts)   \
+  X(grad_gate)      \
   X(wgrad_task)     \
   X(main_grad)
 

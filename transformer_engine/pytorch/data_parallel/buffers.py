@@ -68,7 +68,6 @@ class ParamAndGradBuffer:
             self._place(param, slot.start, slot.end)
         self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
         self._grad_bytes = self.grad_data.untyped_storage().nbytes()
-        self.is_offloaded = False  # as has_memory() found it last; gates read it
 
     @torch.no_grad()
     def _place(self, param: torch.nn.Parameter, start: int, end: int) -> None:
@@ -124,8 +123,7 @@ class ParamAndGradBuffer:
 
     def has_memory(self) -> bool:
         """Whether the gradients have memory, which other code may free too."""
-        self.is_offloaded = self.grad_data.untyped_storage().nbytes() < self._grad_bytes
-        return not self.is_offloaded
+        return self.grad_data.untyped_storage().nbytes() >= self._grad_bytes
 
     def check_has_memory(self, call: str) -> None:
         if not self.has_memory():
@@ -136,10 +134,8 @@ class ParamAndGradBuffer:
     def offload_grads(self) -> None:
         """Frees the memory of the gradients; the views stay."""
         self.grad_data.untyped_storage().resize_(0)
-        self.is_offloaded = self._grad_bytes > 0
 
     def restore_grads(self) -> None:
         """Gives the gradients memory again, of zeros, behind the same views."""
         self.grad_data.untyped_storage().resize_(self._grad_bytes)
-        self.is_offloaded = False
         self.grad_data.zero_()

@@ -11,7 +11,8 @@ from enum import Enum, auto
 
 import torch
 
-from transformer_engine.pytorch._internal.torch_private import current_raw_stream
+from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.torch_private import current_raw_stream, disable_dynamo
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
 from transformer_engine.pytorch.data_parallel.communicator import Done, Work
@@ -43,20 +44,22 @@ class BucketGroup:
         self.params = set(self.params_list)
         self.param_to_bucket = {p: bucket for bucket in self.buckets for p in bucket.params_list}
         self.number_of = {p: i for i, p in enumerate(self.params_list)}
-        self._buffers = [self.param_to_bucket[p].buffer for p in self.params_list]
         self.device = first.device
-        self.is_last_microbatch = True
         self.order: DispatchOrder | None = None
         self.chain: GatherChain | None = None
         self.next_param_gather_bucket_group: BucketGroup | None = None
         self.nan_check = NanCheck(self.buckets) if self.config.check_for_nan_in_grad else None
         # Gradients. expected: how often a parameter is ready in a synchronized backward; None until it is measured.
+        self.counts = _C.ReadyCounts(
+            parameters=len(self.params_list),
+            overlaps=self.config.overlap_grad_reduce,
+            may_be_unused=self.config.find_unused_parameters,
+            has_streams=self.device.type == "cuda",
+        )
         self.state = GradState.ACCUMULATING
         self.expected: dict[torch.Tensor, int] | None = None
         self._works: list[Work] = []
         self._whole = not self.is_sharded  # whether the gradients are reduced as a whole, not into shards
-        self._streams: set[int] = set()  # on which gradients were made, by torch's raw handles
-        self._begin_count()
         # Weights.
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
@@ -70,12 +73,37 @@ class BucketGroup:
 
     # ---- gradients ----
 
-    def _begin_count(self) -> None:
-        """left: how often parameters are still to be ready; how often they were, while it is measured."""
-        self._left = [0] * len(self.params_list) if self.expected is None else list(self.expected.values())
-        self._total = sum(self._left)
-        self.is_counted = False  # a gradient of a synchronized backward is there
-        self.is_held_back = False  # one of a backward under no_sync() is there
+    @property
+    def state(self) -> GradState:
+        return self._state
+
+    @state.setter
+    def state(self, state: GradState) -> None:
+        self._state = state
+        self.counts.accumulates = state is GradState.ACCUMULATING
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        return self.counts.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, is_last: bool) -> None:
+        self.counts.is_last_microbatch = is_last
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a gradient of a synchronized backward is there."""
+        return self.counts.is_counted
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether one of a backward under no_sync() is there."""
+        return self.counts.is_held_back
+
+    @property
+    def last_ready(self) -> int:
+        """When the group was last ready in the first step, as a number that rises over all groups; 0: not yet."""
+        return self.counts.last
 
     def reset(self) -> None:
         """Begins a step: gradients accumulate. RuntimeError while a collective of theirs is in flight."""
@@ -87,7 +115,7 @@ class BucketGroup:
 
     def _begin(self) -> None:
         self.state = GradState.ACCUMULATING
-        self._begin_count()
+        self.counts.begin()
 
     def check_accumulates(self, param: torch.Tensor) -> None:
         """Raises RuntimeError where a gradient of param would be lost."""
@@ -112,55 +140,47 @@ class BucketGroup:
 
     def register_grad_ready(self, param: torch.Tensor) -> None:
         """A gradient of param is in main_grad. Counts in the last microbatch alone; the group whose last parameter this
-        is starts its collective, when those before it in the common order have started."""
+        is starts its collective, when those before it in the common order have started. Gates do the same in C++."""
         number = self.number_of[param]
-        self.check_takes(number)
-        self.count_ready(number)
+        self.check_accumulates(param)
+        is_complete = self.counts.count(number, current_raw_stream(self.device) if self.device.type == "cuda" else 0)
+        if self.expected is not None and self.counts.left[number] < 0 and not self.config.find_unused_parameters:
+            self.refuse_count(param)
+        if is_complete:
+            self.start_when_ready()
 
-    def check_takes(self, number: int) -> None:
-        """check_accumulates() of a parameter by its place in params_list: gates call it once a parameter, and a hash of
-        a tensor is a call of Python. The memory is looked at before the first gradient of a step."""
-        has_begun = self.is_counted or self.is_held_back
-        if not has_begun or self.state is not GradState.ACCUMULATING or self._buffers[number].is_offloaded:
-            self.check_accumulates(self.params_list[number])
+    def refuse_count(self, param: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"{OP}: parameter '{self.names[param]}' is ready {self.expected[param] + 1} times, wanted "
+            f"{self.expected[param]} as in the first step; no_sync() around all microbatches but the last."
+        )
 
-    def count_ready(self, number: int) -> None:
-        """register_grad_ready() after check_takes()."""
-        if not self.is_last_microbatch:
-            self.is_held_back = True
-            return
-        self.is_counted = True
-        if not self.config.overlap_grad_reduce:
-            return
-        if self.device.type == "cuda":
-            self.note_producer(current_raw_stream(self.device))
-        if self.expected is None:
-            self._left[number] += 1
-            if self.order is not None:
-                self.order.note(self)
-            return
-        self._left[number] -= 1
-        self._total -= 1
-        if self._left[number] < 0 and not self.config.find_unused_parameters:
-            param = self.params_list[number]
-            raise RuntimeError(
-                f"{OP}: parameter '{self.names[param]}' is ready {self.expected[param] + 1} times, wanted "
-                f"{self.expected[param]} as in the first step; no_sync() around all microbatches but the last."
-            )
-        if self.is_ready():
-            if self.order is not None:
-                self.order.start_ready()
-            else:
-                self.start_grad_sync()
+    def refuse_layout(self, param: torch.Tensor) -> None:
+        raise ValueError(
+            f"DistributedDataParallel: the gradient of parameter '{self.names[param]}' has layout {param.grad.layout}, "
+            "wanted a dense one; make the layer with sparse=False."
+        )
 
-    def note_producer(self, stream: int) -> None:
-        """A gradient of the group is made on that stream: its reduction waits for it."""
-        self._streams.add(stream)
+    @staticmethod
+    def as_hook(run: Callable[[], None]) -> Callable[..., None]:
+        """run(), the work of a gate, for compiled autograd, which takes functions of Python."""
+
+        @disable_dynamo
+        def hook(*_: object) -> None:
+            run()
+
+        return hook
+
+    def start_when_ready(self) -> None:
+        """Starts the collective of this group, which is complete, and of complete groups that wait for it."""
+        if self.order is None:
+            self.start_grad_sync()
+            return
+        with self.order.lock:
+            self.order.start_ready()
 
     def is_ready(self) -> bool:
-        if self.expected is None or self._total > 0:
-            return False
-        return not self.config.find_unused_parameters or all(left <= 0 for left in self._left)
+        return self.counts.is_ready
 
     def unready(self) -> list[str]:
         """Names of parameters whose gradients are missing from a backward that was synchronized."""
@@ -168,9 +188,10 @@ class BucketGroup:
             return []
         if self.config.find_unused_parameters:
             return []
+        found = zip(self.params_list, self.counts.left)
         if self.expected is None:
-            return [self.names[p] for p, count in zip(self.params_list, self._left) if not count]
-        return [self.names[p] for p, left in zip(self.params_list, self._left) if left > 0]
+            return [self.names[p] for p, count in found if not count]
+        return [self.names[p] for p, left in found if left > 0]
 
     @property
     def is_partial(self) -> bool:
@@ -178,15 +199,13 @@ class BucketGroup:
         be: ranks use different parameters, and all of them have to give the same answer."""
         if self.state is GradState.REDUCED or self.expected is None:
             return False
-        return self.config.find_unused_parameters or any(left > 0 for left in self._left)
-
-    def counts(self) -> list[int]:
-        return list(self._left)
+        return self.config.find_unused_parameters or any(left > 0 for left in self.counts.left)
 
     def expect(self, counts: Sequence[int]) -> None:
         """From now on parameters are ready so often in a step."""
         least = 1 if self.config.find_unused_parameters else 0
         self.expected = {p: max(least, count) for p, count in zip(self.params_list, counts, strict=True)}
+        self.counts.expect(list(self.expected.values()))
 
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Starts the reduction of the gradients as they are. Does nothing where it has started."""
@@ -214,12 +233,13 @@ class BucketGroup:
 
     def _wait_for_producers(self) -> None:
         """Orders the current stream after every stream on which a gradient was made."""
-        if not self._streams:
+        streams = self.counts.take_streams()
+        if not streams:
             return
         current = torch.cuda.current_stream(self.device)
-        for stream in self._streams - {current.cuda_stream}:
-            current.wait_stream(_stream_of(stream, self.device))
-        self._streams.clear()
+        for stream in streams:
+            if stream != current.cuda_stream:
+                current.wait_stream(_stream_of(stream, self.device))
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Starts the reduction if nothing has, and waits for it. Does nothing where the gradients are reduced.

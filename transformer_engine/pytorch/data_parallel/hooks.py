@@ -1,8 +1,7 @@
 """Where a wrapper meets autograd and modules: a gate after each parameter's accumulator, the end of backward_dw(), and
 hooks in front of forwards and state dicts that wait for weights.
 
-A gate hangs on autograd's accumulator node, which runs once a backward, however often the parameter is used, and also
-where no gradient comes through autograd, because a module added it to main_grad itself."""
+Gates are in C++ (csrc/wgrad/grad_gate.h): they add .grad to main_grad, and count parameters as ready."""
 
 from __future__ import annotations
 
@@ -14,99 +13,28 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
-from transformer_engine.pytorch.data_parallel.groups import OP, BucketGroup, has_partial_step
+from transformer_engine.pytorch.data_parallel.groups import BucketGroup, has_partial_step
 from transformer_engine.pytorch.data_parallel.order import gather_for
 
 
-class Gate:
-    """Adds param.grad to main_grad, drops it, and counts the parameter as ready."""
-
-    def __init__(self, param: torch.nn.Parameter, group: BucketGroup) -> None:
-        self.param, self.group, self.number = param, group, group.number_of[param]
-        self.is_delayed = bool(getattr(param, "skip_backward_post_hook", False))
-        # Nothing else holds the node between forwards.
-        self.node = torch.autograd.graph.get_gradient_edge(param).node
-        self.handle = self.node.register_hook(_after_accumulation(param, group, self.number, self.is_delayed))
-
-    def remove(self) -> None:
-        self.handle.remove()
-
-    def ready(self) -> None:
-        """A gradient came outside of autograd's accumulator."""
-        _take(self.param, self.number, self.group)
-        _count(self.number, self.group)
-
-
-def _after_accumulation(
-    param: torch.nn.Parameter, group: BucketGroup, number: int, is_delayed: bool
-) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        _take(param, number, group)
-        _count(number, group)
-
-    def delayed_hook(*_: object) -> None:
-        """Autograd is here before backward_dw(), which counts the parameter, with nothing or with another gradient."""
-        if param.grad is not None:
-            _take(param, number, group)
-
-    return delayed_hook if is_delayed else hook
-
-
-def _count(number: int, group: BucketGroup) -> None:
-    if group.order is None:
-        group.count_ready(number)
-        return
-    with group.order.lock:
-        group.count_ready(number)
-
-
-def _take(param: torch.nn.Parameter, number: int, group: BucketGroup) -> None:
-    group.check_takes(number)
-    grad = param.grad
-    if grad is None:
-        return
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"{OP}: the gradient of parameter '{group.names[param]}' has layout {grad.layout}, wanted a dense one; "
-            "make the layer with sparse=False."
-        )
-    # A dummy stands for a gradient that is in main_grad; frameworks that wait for it say so by these marks.
-    if not getattr(param, "grad_added_to_main_grad", False) or getattr(param, "zero_out_wgrad", False):
-        param.main_grad.add_(grad.detach() if grad.requires_grad else grad)
-    param.grad = None
-
-
-class Producers:
-    """Tells groups on which streams of a GPU modules add gradients to main_grad themselves: autograd orders no stream
-    for a gradient that does not come through it."""
-
-    def __init__(self, group_of: dict[torch.Tensor, BucketGroup]) -> None:
-        def note(param: torch.Tensor, stream: int) -> None:
-            group = group_of.get(param)
-            if group is not None and param.is_cuda:
-                group.note_producer(stream)
-
-        self._note = note
-        _C.add_ready_callback(note)
-
-    def remove(self) -> None:
-        _C.remove_ready_callback(self._note)
-
-
-def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[Gate]:
+def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[_C.GradGate]:
     """A gate for each parameter; those of delayed weight gradients count at the end of their module's backward_dw()."""
-    gates = {param: Gate(param, group) for param, group in group_of.items()}
+    delayed = {param for param in group_of if getattr(param, "skip_backward_post_hook", False)}
+    gates = {
+        param: _C.GradGate(param, param.main_grad, group, group.counts, group.number_of[param], param in delayed)
+        for param, group in group_of.items()
+    }
     for part in module.modules():
         register = getattr(part, "register_wgrad_accumulation_and_reduce_hooks", None)
         if register is None:
             continue
-        own = [gates[p] for p in part.parameters(recurse=False) if p in gates and gates[p].is_delayed]
+        own = [gates[p] for p in part.parameters(recurse=False) if p in delayed]
         if own:
             register(_after_backward_dw([weakref.ref(gate) for gate in own]))
     return list(gates.values())
 
 
-def _after_backward_dw(gates: Sequence[weakref.ref[Gate]]) -> Callable[[], None]:
+def _after_backward_dw(gates: Sequence[weakref.ref[_C.GradGate]]) -> Callable[[], None]:
     """Modules keep this hook for good; it does nothing after the gates are gone."""
 
     def hook() -> None:

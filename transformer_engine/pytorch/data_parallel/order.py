@@ -13,6 +13,7 @@ class Group(Protocol):
     """The part of a BucketGroup that an order uses."""
 
     is_stale: bool
+    last_ready: int
     is_gathering: bool
     next_param_gather_bucket_group: Any
     chain: Any
@@ -27,25 +28,19 @@ class Group(Protocol):
 
 
 class DispatchOrder:
-    """In which gradients are reduced. measured: in which groups were last ready, by number; made common by agree()."""
+    """In which gradients are reduced. measured(): in which groups were last ready; made common by agree()."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
         self.order = list(range(len(self.groups)))
         self.lock = threading.Lock()  # hooks run on the threads of several devices
-        self._number = {id(group): i for i, group in enumerate(self.groups)}
-        self._last: dict[int, None] = {}  # groups by when they were last ready
         self._next = 0
         self.chains: list[GatherChain] = []
 
-    def note(self, group: Group) -> None:
-        number = self._number[id(group)]
-        self._last.pop(number, None)
-        self._last[number] = None
-
     def measured(self) -> list[int]:
-        """Groups that no parameter was ready of come last."""
-        return [*self._last, *(i for i in self.order if i not in self._last)]
+        """Numbers of groups. Those that no parameter was ready of come last."""
+        last = [group.last_ready for group in self.groups]
+        return sorted(self.order, key=lambda i: (not last[i], last[i]))
 
     def agree(self, order: Sequence[int]) -> None:
         self.order = list(order)
@@ -53,7 +48,6 @@ class DispatchOrder:
     def begin(self) -> None:
         """A step begins."""
         self._next = 0
-        self._last.clear()
 
     def start_ready(self) -> None:
         """Starts each group that is ready while all before it have started."""

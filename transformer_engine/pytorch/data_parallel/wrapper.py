@@ -24,7 +24,7 @@ from transformer_engine.pytorch.data_parallel.groups import (
     partition_buckets,
     unready_sentence,
 )
-from transformer_engine.pytorch.data_parallel.hooks import Producers, WeightHooks, gates_of
+from transformer_engine.pytorch.data_parallel.hooks import WeightHooks, gates_of
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck, NanReport
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
@@ -109,8 +109,6 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
         self._hooks = WeightHooks(module, self.param_to_bucket_group)
         self._hooks.gates += gates_of(module, self.param_to_bucket_group)
-        if self.buffers_device.type == "cuda":
-            self._hooks.gates.append(Producers(self.param_to_bucket_group))
         weakref.finalize(self, self._hooks.remove_gates).atexit = False
         for p in plan.params:
             _hooks_of[p] = weakref.ref(self._hooks)
@@ -329,7 +327,7 @@ class DistributedDataParallel(torch.nn.Module):
         if not accumulates:  # start_grad_sync() was called: nothing was measured
             return
         every = self._comm.all_gather_object(
-            (sentence, held_back, [group.counts() for group in self._groups], self._order.measured())
+            (sentence, held_back, [group.counts.left for group in self._groups], self._order.measured())
         )
         for rank, (other, *_) in enumerate(every):
             if other is not None:

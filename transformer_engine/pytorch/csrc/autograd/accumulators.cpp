@@ -7,6 +7,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <cstddef>
+
 #include "autograd/accumulators.h"
 
 namespace te_torch {
@@ -62,6 +65,17 @@ struct Locked : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) { return node.*(&Locked::mutex_); }
 };
 
+// The backward of this thread, by the address of a member: PyTorch returns that of no other part.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+torch::autograd::GraphTask* current_graph_task() {
+  using torch::autograd::GraphTask;
+  const auto* member = torch::autograd::get_current_graph_task_exec_info();
+  if (member == nullptr) return nullptr;
+  return reinterpret_cast<GraphTask*>(reinterpret_cast<uintptr_t>(member) - offsetof(GraphTask, exec_info_));
+}
+#pragma GCC diagnostic pop
+
 // Makes the gradient the leaf's .grad if the leaf has none yet and nothing else holds the gradient; the node would make
 // an alias of it. Returns whether it did.
 bool set_as_grad(AccumulateGrad& node, Tensor& gradient) {
@@ -106,6 +120,25 @@ void accumulate_in_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>&
     one[0] = std::move(*gradients[i]);  // the only reference, so that it becomes .grad without a copy
     (*leaf_nodes.back())(std::move(one));
   }
+}
+
+bool is_last_edge(torch::autograd::Node& accumulator) {
+  torch::autograd::GraphTask* task = current_graph_task();
+  const auto node = torch::autograd::get_current_node();
+  if (task == nullptr || node == nullptr) return false;
+  torch::autograd::Node* const key = &accumulator;
+  const auto& edges = node->next_edges();
+  const auto leads_there = [&](const torch::autograd::Edge& edge) { return edge.function.get() == key; };
+  if (std::none_of(edges.begin(), edges.end(), leads_there)) return false;
+  if (!task->exec_info_.empty()) {
+    const auto asked = task->exec_info_.find(key);
+    if (asked == task->exec_info_.end() || !asked->second.needed_) return false;
+  }
+  const std::lock_guard<std::mutex> lock(task->mutex_);
+  const auto edges_left = task->dependencies_.find(key);
+  if (edges_left == task->dependencies_.end() || edges_left->second != 1) return false;
+  const auto arrived = task->not_ready_.find(key);
+  return arrived == task->not_ready_.end() || !arrived->second.buffer[0].defined();
 }
 
 // The C++ counterpart is needs_input_grad(); Python's flag of that name is set in the forward alone.

@@ -12,6 +12,10 @@ namespace te_torch {
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves);
 bool asks_for_all();  // whether unwanted() is empty for any leaves
 
+// Whether the accumulator of a leaf waits for the node that runs now on this thread alone, and has no gradient yet: it
+// runs after that node, with the node's gradient or none.
+bool is_last_edge(torch::autograd::Node& accumulator);
+
 // Called at the end of a node's backward with the gradients of its edges: runs the AccumulateGrad nodes of leaves at
 // once and removes their edges, as autograd's engine takes longer for each node than the node itself.
 // - Only where the result is the same: the graph is not retained, all gradients are needed, and the leaf has no hooks,

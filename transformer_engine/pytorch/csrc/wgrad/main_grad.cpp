@@ -11,6 +11,7 @@
 
 #include "autograd/accumulators.h"
 #include "core/held_object.h"
+#include "wgrad/grad_gate.h"
 #include "wgrad/main_grad_python.h"
 
 namespace te_torch {
@@ -173,7 +174,9 @@ std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const
   }
   const te_stream stream = current_stream(weights[0]);
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (targets.list[i].out.defined()) GradAccumulator::ready(weights[i], stream);
+    if (!targets.list[i].out.defined()) continue;
+    GradAccumulator::ready(weights[i], stream);
+    tell_gate(weights[i], stream, targets.stands_in[i]);
   }
   return sums;
 }

@@ -1,0 +1,217 @@
+// See grad_gate.h. No thread waits for the GIL with a lock of this file, or of ReadyCounts.
+#include "wgrad/grad_gate.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "autograd/accumulators.h"
+#include "core/held_object.h"
+#include "wgrad/main_grad_python.h"
+#include "wgrad/ready_counts.h"
+
+namespace te_torch {
+
+using namespace main_grad;
+
+namespace {
+
+namespace impl = torch::autograd::impl;
+using torch::autograd::AccumulateGrad;
+using torch::autograd::variable_list;
+
+// The calls of a gate. group: a BucketGroup of Python, whose methods start the reduction or raise.
+struct Target {
+  std::shared_ptr<ReadyCounts> counts;
+  size_t number;  // of the parameter, in the group
+  Tensor main_grad;
+  size_t bytes;     // of the gradients' storage, while it has memory
+  bool is_delayed;  // backward_dw() counts: autograd is there before it, with nothing or with another gradient
+  std::shared_ptr<PyObject> group;
+
+  void call(const char* method, const Tensor* parameter) const {
+    const pybind11::gil_scoped_acquire gil;
+    const py::object name = owned(PyUnicode_InternFromString(method));
+    const py::object argument = parameter == nullptr ? py::object() : owned(THPVariable_Wrap(*parameter));
+    const THPObjectPtr result(PyObject_CallMethodObjArgs(group.get(), name.ptr(), argument.ptr(), nullptr));
+    if (!result) throw_python_error();
+  }
+
+  // The gradient into main_grad, and out of .grad.
+  void take(const Tensor& parameter) const {
+    if (!counts->accumulates.load() || main_grad.storage().nbytes() < bytes) call("check_accumulates", &parameter);
+    Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined()) return;
+    if (grad.layout() != at::kStrided) call("refuse_layout", &parameter);
+    if (adds(parameter)) {
+      const at::NoGradGuard no_grad;
+      Tensor(main_grad).add_(grad);
+    }
+    grad.reset();
+  }
+
+  // A dummy stands for a gradient that is in main_grad; frameworks that wait for it say so by these marks.
+  static bool adds(const Tensor& parameter) {
+    const pybind11::gil_scoped_acquire gil;
+    const py::object object = owned(THPVariable_Wrap(parameter));
+    const Names& names = names_of_attributes();
+    return !is_true(attribute(object.ptr(), names.added).ptr()) ||
+           is_true(attribute(object.ptr(), names.zero_out).ptr());
+  }
+
+  void act(ReadyCounts::Outcome outcome, const Tensor& parameter) const {
+    if (outcome == ReadyCounts::Outcome::kTooOften) call("refuse_count", &parameter);
+    if (outcome == ReadyCounts::Outcome::kComplete) call("start_when_ready", nullptr);
+  }
+
+  // A gradient came outside of autograd's accumulator, or by it.
+  void count(const Tensor& parameter) const {
+    take(parameter);
+    act(counts->count(number, current_stream(main_grad)), parameter);
+  }
+
+  void after_accumulation(const Tensor& parameter) const {
+    if (is_delayed) {
+      if (parameter.grad().defined()) take(parameter);
+    } else if (!counts->come_ahead(number)) {
+      count(parameter);
+    } else if (parameter.grad().defined()) {
+      take(parameter);
+    }
+  }
+};
+
+// The part that the accumulator's node owns. It stays there when the gate is removed, as that may happen inside of it,
+// and holds nothing from then on.
+class Hook : public torch::autograd::FunctionPostHook {
+ public:
+  Hook(Tensor parameter, Target target)
+      : parameter_(std::move(parameter)), target_(std::make_shared<const Target>(std::move(target))) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    if (const auto target = this->target()) target->after_accumulation(parameter_);
+    return outputs;
+  }
+
+  // Compiled autograd runs hooks of Python alone, each the same object in every backward.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    const auto target = this->target();
+    if (target == nullptr) return;
+    const pybind11::gil_scoped_acquire gil;
+    if (compiled_ == nullptr) {
+      const py::cpp_function run(torch::wrap_pybind_function_no_gil(
+          [target, parameter = parameter_] { target->after_accumulation(parameter); }));
+      compiled_ = held_object(py::handle(target->group.get()).attr("as_hook")(run).ptr());
+    }
+    args.add_post_hook(c10::SafePyObject(Py_NewRef(compiled_.get()), getPyInterpreter()));
+  }
+
+  std::shared_ptr<const Target> target() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return target_;
+  }
+
+  // The GIL is held.
+  void remove() {
+    compiled_ = nullptr;
+    std::shared_ptr<const Target> removed;  // dropped without the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    removed.swap(target_);
+  }
+
+ private:
+  const Tensor parameter_;
+  mutable std::shared_ptr<PyObject> compiled_;  // under the GIL
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Target> target_;
+};
+
+std::atomic<size_t> gates{0};
+
+// The gate of Python. Nothing else holds the accumulator's node between forwards.
+class GradGate {
+ public:
+  GradGate(const Tensor& parameter, const Tensor& main_grad, const py::object& group,
+           std::shared_ptr<ReadyCounts> counts, size_t number, bool is_delayed)
+      : node_(impl::grad_accumulator(parameter)), parameter_(parameter) {
+    Target target{std::move(counts),       number, main_grad, main_grad.storage().nbytes(), is_delayed,
+                  held_object(group.ptr())};
+    auto hook = std::make_unique<Hook>(parameter, std::move(target));
+    hook_ = hook.get();
+    node_->add_post_hook(std::move(hook));
+    ++gates;
+  }
+  ~GradGate() { remove(); }
+  GradGate(const GradGate&) = delete;
+  GradGate& operator=(const GradGate&) = delete;
+
+  void remove() {
+    if (node_ == nullptr) return;
+    hook_->remove();
+    node_.reset();
+    --gates;
+  }
+
+  // A gradient came outside of autograd's accumulator.
+  void ready() {
+    if (node_ == nullptr) return;
+    if (const auto target = hook_->target()) target->count(parameter_);
+  }
+
+ private:
+  NodePtr node_;
+  Tensor parameter_;
+  Hook* hook_;
+};
+
+// The gate on a node. alone: whether nothing else hangs there that may bring or change a gradient.
+std::shared_ptr<const Target> gate_on(torch::autograd::Node& node, bool& alone) {
+  alone = node.pre_hooks().empty() && node.tensor_pre_hooks().empty() && node.tensor_post_acc_grad_hooks() == nullptr;
+  std::shared_ptr<const Target> found;
+  for (const auto& each : node.post_hooks()) {
+    const auto* hook = dynamic_cast<const Hook*>(each.get());
+    if (hook == nullptr) {
+      alone = false;
+    } else if (auto target = hook->target()) {
+      alone = alone && found == nullptr;
+      found = std::move(target);
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+void tell_gate(const Tensor& parameter, te_stream stream, bool brings_more) {
+  if (gates.load() == 0) return;
+  const NodePtr node = impl::try_get_grad_accumulator(parameter);
+  if (node == nullptr) return;
+  bool alone = false;
+  const auto target = gate_on(*node, alone);
+  if (target == nullptr) return;
+  target->counts->note_producer(stream);
+  // Of gradients that would be lost the accumulator's hook raises.
+  if (brings_more || !alone || target->is_delayed || !target->counts->accumulates.load()) return;
+  if (parameter.grad().defined() || !is_last_edge(*node)) return;
+  target->act(target->counts->count_ahead(target->number, stream), parameter);
+}
+
+void register_grad_gate(py::module_& m) {
+  py::class_<GradGate>(
+      m, "GradGate",
+      "Adds a parameter's .grad to its main_grad after autograd's accumulator, and counts it as ready; "
+      "products that add to main_grad themselves are counted before that.")
+      .def(py::init<const Tensor&, const Tensor&, const py::object&, std::shared_ptr<ReadyCounts>, size_t, bool>(),
+           py::arg("parameter"), py::arg("main_grad"), py::arg("group"), py::arg("counts"), py::arg("number"),
+           py::arg("is_delayed"))
+      .def("remove", &GradGate::remove)
+      .def("ready", torch::wrap_pybind_function_no_gil(&GradGate::ready));
+}
+
+}  // namespace te_torch
