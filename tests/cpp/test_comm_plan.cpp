@@ -318,6 +318,33 @@ TEST(CommPlan, LargeProductsHideTheirTransfer) {
   }
 }
 
+// Products of 8 billion and 70 billion parameter models over two ranks: the runs take no more waves than the whole,
+// with the long side of a tile along the columns and along the rows. Mutant: tiles of one orientation turn this red.
+TEST(CommPlan, RunsTakeNoWaveMoreThanTheWhole) {
+  const te_comm_costs costs = te_comm_costs_h200();
+  const auto waves = [&](int64_t rows, int64_t cols, bool turned) {
+    const int64_t tile_rows = turned ? costs.tile_cols : costs.tile_rows;
+    const int64_t tile_cols = turned ? costs.tile_rows : costs.tile_cols;
+    const auto over = [](int64_t n, int64_t by) { return (n + by - 1) / by; };
+    return over(over(rows, tile_rows) * over(cols, tile_cols), costs.units);
+  };
+  for (const auto& [op, depth, cols] :
+       {std::tuple(TE_COMM_GATHER_PRODUCT, 4096, 3072), std::tuple(TE_COMM_GATHER_PRODUCT, 8192, 5120),
+        std::tuple(TE_COMM_GATHER_PRODUCT, 4096, 14336), std::tuple(TE_COMM_PRODUCT_SCATTER, 7168, 4096),
+        std::tuple(TE_COMM_PRODUCT_SCATTER, 4096, 8192)}) {
+    const Planned planned = plans(problem_of(op, TE_COMM_CHUNKED, 8192, depth, cols, 2));
+    for (const Steps& steps : planned.ranks) {
+      for (const bool turned : {false, true}) {
+        int64_t taken = 0;
+        for (const te_comm_step& run : of_kind(steps, TE_COMM_STEP_GEMM)) {
+          taken += waves(run.last - run.first, cols, turned);
+        }
+        EXPECT_LE(taken, waves(8192, cols, turned)) << planned.what();
+      }
+    }
+  }
+}
+
 TEST(CommPlan, IsPrinted) {
   te_comm_problem problem = problem_of(TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, 256, 64, 16, 2, 1);
   std::vector<char> text(1000, '?');

@@ -60,9 +60,14 @@ class Planner {
  private:
   // ---- predictions ----
 
+  // The library chooses which side of a tile lies along the rows, so that a run is as long as the worse of both: a run
+  // that fills whole waves of one tile can need a wave more of the other.
   double gemm_us(int64_t rows) const {
     const te_comm_costs& c = p_.costs;
-    const int64_t tiles = ceil_div(rows, c.tile_rows) * ceil_div(p_.cols, c.tile_cols);
+    const auto tiles_of = [&](int64_t tile_rows, int64_t tile_cols) {
+      return ceil_div(rows, tile_rows) * ceil_div(p_.cols, tile_cols);
+    };
+    const int64_t tiles = std::max(tiles_of(c.tile_rows, c.tile_cols), tiles_of(c.tile_cols, c.tile_rows));
     const double tile_us = 2.0 * c.tile_rows * c.tile_cols * double(p_.depth) * c.units / c.flops_per_us;
     return double(ceil_div(tiles, c.units)) * tile_us + c.launch_us;
   }
