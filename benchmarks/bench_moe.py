@@ -3,8 +3,8 @@ index operations and eager or compiled torch; in FP8 beside their own bf16.
 
 Shape: tokens x hidden x ffn_hidden x experts x topk. Flops of the routed rows R = tokens * topk: 6 R hidden ffn_hidden
 forward, 18 with the backward; the router and the copies are not counted. `_zipf`: experts whose load falls as 1 / rank.
-`_cached`: weights that are quantized once for all calls. `_host`: the host time, for layers so small that the device is
-never the bottleneck."""
+`_cached`: weights that are quantized once for all calls. `_rows`: beside the same layer with rows that are kept.
+`_host`: the host time, for layers so small that the device is never the bottleneck."""
 
 import torch
 import torch.nn.functional as F
@@ -67,9 +67,9 @@ class Called(torch.nn.Module):
         return y
 
 
-def layer(bench, shape, skewed=False):
+def layer(bench, shape, skewed=False, **options):
     _, hidden, ffn, experts, topk = shape
-    moe = te.MoEMLP(hidden, ffn, experts, topk, params_dtype=torch.bfloat16, device=bench.device)
+    moe = te.MoEMLP(hidden, ffn, experts, topk, params_dtype=torch.bfloat16, device=bench.device, **options)
     if skewed:
         with torch.no_grad():
             ranks = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
@@ -107,8 +107,14 @@ def run(bench, shape):
         if bench.selects(one := case("moe_mlp", direction)):
             bench.compare(one, {"ours": step(ours), **peers(step)}, lambda: inputs(bench, shape))
     if bench.selects(one := case("moe_mlp", "keeps")):
-        modules = {"ours": ours, "torch eager": PlainMoE(moe)}
+        rows = Called(layer(bench, shape, keep_rows=True))
+        modules = {"ours": ours, "own kept rows": rows, "torch eager": PlainMoE(moe)}
         bench.record(one, {name: keeps_mib(module, inputs(bench, shape)[0]) for name, module in modules.items()}, "MiB")
+    if bench.selects(one := case("moe_mlp_rows", STEP)):
+        rows = Called(layer(bench, shape, keep_rows=True))
+        bench.compare(
+            one, {"ours": training_step(ours), "own kept rows": training_step(rows)}, lambda: inputs(bench, shape)
+        )
     if bench.selects(one := case("moe_mlp_zipf", STEP)):
         skewed = training_step(Called(layer(bench, shape, skewed=True)))
         bench.compare(one, {"ours": skewed, "own even": training_step(ours)}, lambda: inputs(bench, shape))

@@ -43,10 +43,11 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a layer keeps for a row: the row in bf16, gate and up in bf16 or, with save_preactivation="fp8",
-        in bytes with a float32 scale for each 128 of them, and the weight in float32."""
+        """Bytes that a layer keeps for a row: gate and up in bf16 or, with save_preactivation="fp8", in bytes with a
+        float32 scale for each 128 of them, the weight in float32, and the number of its token, of which the row is
+        gathered again."""
         wide = 2 * self.ffn
-        return 2 * self.hidden + (2 * wide if self.save_preactivation is None else wide + 4 * (wide // 128)) + 4
+        return (2 * wide if self.save_preactivation is None else wide + 4 * (wide // 128)) + 4 + 4
 
 
 class MoEBlock(torch.nn.Module):

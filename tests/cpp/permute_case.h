@@ -48,6 +48,18 @@ inline std::vector<int32_t> ids_of(const PermuteShape& s, unsigned seed, int32_t
   return ids;
 }
 
+// topk different experts of each token, in no order.
+inline std::vector<int32_t> choice_of(const PermuteShape& s, unsigned seed) {
+  std::mt19937 engine(seed);
+  std::vector<int32_t> ids, experts;
+  for (int32_t e = 0; e < int32_t(s.experts); ++e) experts.push_back(e);
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    std::shuffle(experts.begin(), experts.end(), engine);
+    ids.insert(ids.end(), experts.begin(), experts.begin() + s.topk);
+  }
+  return ids;
+}
+
 template <class T>
 std::vector<T> drawn(int64_t count, unsigned seed) {
   std::mt19937 engine(seed);
@@ -61,6 +73,13 @@ std::vector<T> drawn(int64_t count, unsigned seed) {
     }
   }
   return values;
+}
+
+inline void expect_error(te_status status, const std::string& op, const std::string& argument, const std::string& got) {
+  EXPECT_EQ(status, TE_INVALID_ARGUMENT);
+  const std::string text = te_last_error();
+  EXPECT_NE(text.find(op + ": argument '" + argument + "' is"), std::string::npos) << text;
+  EXPECT_NE(text.find(got), std::string::npos) << text;
 }
 
 // Values that no map has; the poison of integers is -1, which maps have.

@@ -59,18 +59,84 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
                                s.rows,
                                first,
                                last,
-                               0};
+                               0,
+                               0,
+                               {},
+                               {}};
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   const int pairs = int(s.tokens * s.topk);
-  const RowMap map{ids.data(),         got.row_of_pair.data(), got.token_of_row.data(),
-                   got.offsets.data(), got.panels.data(),      pairs,
-                   int32_t(s.topk),    int32_t(s.rows),        first,
-                   last - first,       pairs / blocks + 1};
+  const RowMap map{ids.data(),
+                   got.row_of_pair.data(),
+                   got.token_of_row.data(),
+                   got.offsets.data(),
+                   got.panels.data(),
+                   pairs,
+                   int32_t(s.topk),
+                   int32_t(s.rows),
+                   first,
+                   last - first,
+                   pairs / blocks + 1,
+                   nullptr,
+                   nullptr,
+                   0,
+                   0,
+                   0};
   run_blocks(unsigned(blocks), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
   expect_same_bytes(got.offsets, want.offsets, "offsets, " + name_of(s));
   expect_same_bytes(got.panels, want.panels, "panels, " + name_of(s));
+}
+
+// The same of a router's choice, with the probabilities of rows; and their gradient.
+template <class P>
+void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned seed) {
+  constexpr int kThreads = 256;
+  using Bits = std::conditional_t<sizeof(P) == 2, uint16_t, uint32_t>;
+  const int32_t last = int32_t(s.experts);
+  const int64_t pitch = s.experts + 3;
+  Buffer<int32_t> ids(kCpu, s.tokens, s.topk);
+  Buffer<P> probs(kCpu, s.tokens, s.experts, pitch), want_probs(kCpu, 1, s.rows), got_probs(kCpu, 1, s.rows);
+  Buffer<P> want_back(kCpu, s.tokens, s.experts, pitch), got_back(kCpu, s.tokens, s.experts, pitch);
+  std::vector<P> values = drawn<P>(s.tokens * s.experts, seed);
+  for (size_t i = 0; i < values.size(); i += 3) values[i] = from_float<P>(i % 2 ? 0.f : -0.f);
+  ids.fill(choice_of(s, seed));
+  probs.fill(values);
+  RowMapOutputs want(s, last - first), got(s, last - first);
+  for (Buffer<int32_t>* map : {&want.row_of_pair, &want.token_of_row, &got.row_of_pair, &got.token_of_row}) spoil(*map);
+  te_permute_row_map_plan plan{};
+  plan.ids = ids.tensor(), plan.row_of_pair = want.row_of_pair.tensor(), plan.token_of_row = want.token_of_row.tensor();
+  plan.rows = s.rows, plan.first_expert = first, plan.last_expert = last, plan.ascending = 1;
+  plan.probs = probs.tensor(), plan.row_probs = want_probs.tensor();
+  TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
+  RowMap map{};
+  map.ids = ids.data(), map.row_of_pair = got.row_of_pair.data(), map.token_of_row = got.token_of_row.data();
+  map.pairs = int32_t(s.tokens * s.topk), map.of_token = int32_t(s.topk), map.rows = int32_t(s.rows);
+  map.first_expert = first, map.experts = last - first, map.span = map.pairs / blocks + 1, map.ascending = 1;
+  map.probs = reinterpret_cast<const char*>(probs.data()), map.probs_pitch = pitch, map.prob_bytes = sizeof(P);
+  map.row_probs = reinterpret_cast<char*>(got_probs.data());
+  run_blocks(unsigned(blocks), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
+  expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
+  expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
+  expect_same_bytes(got_probs, want_probs, "probabilities, " + name_of(s));
+  TE_ASSERT_OK(te_permute_row_probs_backward(ids.tensor(), want.row_of_pair.tensor(), want_probs.tensor(),
+                                             want_back.tensor(), nullptr));
+  constexpr int kTokens = kMapThreads / kWarp;
+  run_blocks(unsigned((s.tokens + kTokens - 1) / kTokens), kMapThreads, seed, [&] {
+    row_probs_backward_kernel<Bits>(
+        ids.data(), want.row_of_pair.data(), reinterpret_cast<const Bits*>(want_probs.data()),
+        reinterpret_cast<Bits*>(got_back.data()), pitch, s.tokens, s.rows, last, int(s.topk));
+  });
+  expect_same_bytes(got_back, want_back, "gradient, " + name_of(s));
+}
+
+TEST(PermuteKernels, MapsOfAChoice) {
+  unsigned seed = 40;
+  for (const PermuteShape& s : kPermuteShapes) {
+    check_choice<float>(s, 0, 1, ++seed);
+    check_choice<bf16>(s, int32_t(s.experts) / 3, 3, ++seed);
+    if (HasFatalFailure()) return;
+  }
 }
 
 TEST(PermuteKernels, MapsOfIds) {

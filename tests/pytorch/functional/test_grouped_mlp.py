@@ -24,6 +24,12 @@ def quantizations(recipe, device, groups=4):
 KINDS = ("none", *RECIPES)
 
 
+def reversed_map(rows, device):
+    """One row for each token, the last one first."""
+    order = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
+    return order, order.unsqueeze(1)
+
+
 class Case:
     """Leaves x, weights of both products and the scale of each row; dy. Rows of no group are NaN."""
 
@@ -217,7 +223,8 @@ def test_autocast_keeps_the_scale(device):
     want = grouped_mlp(leaves[0], None, leaves[1 : 1 + n], leaves[1 + n :], case.scale.detach(), splits=SPLITS)
     with torch.autocast(device, dtype=BF16):
         for eager in (True, False):
-            arguments = (case.x, *case.weights, case.scale, None, SPLITS, "swiglu", [], False, False, [], [])
+            arguments = (case.x, *case.weights, case.scale, None, SPLITS, None, None)
+            arguments = (*arguments, "swiglu", [], False, False, [], [])
             y = (
                 grouped_mlp(case.x, None, *case.weights, case.scale, splits=SPLITS)
                 if eager
@@ -228,12 +235,16 @@ def test_autocast_keeps_the_scale(device):
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_opcheck(on_device, recipe, device):
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["rows", "tokens"])
+def test_opcheck(of_tokens, on_device, recipe, device):
     case = Case(device, spare=0)
     groups = case.groups(on_device)
     spec = [] if recipe == "none" else list(product(recipe, device).spec)
-    arguments = (case.x, *case.weights, case.scale, groups["offsets"], list(groups["splits"]))
-    options = ("swiglu", [], False, False, spec, spec)
+    row_map = (None, None)
+    if of_tokens:
+        case.x, row_map = randn(TOTAL, K, dtype=BF16, device=device).requires_grad_(), reversed_map(TOTAL, device)
+    arguments = (case.x, *case.weights, case.scale, groups["offsets"], list(groups["splits"]), *row_map)
+    options = ("swiglu", [], of_tokens, False, spec, spec)
     torch.library.opcheck(torch.ops.te.grouped_mlp.default, (*arguments, *options))
     main_grads = [torch.zeros_like(w, dtype=torch.float32) for weights in case.weights for w in weights]
     targets = [n for i, weights in enumerate(case.weights) for w in weights for n in (i, w.shape[0], 0)]

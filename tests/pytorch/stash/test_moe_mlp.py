@@ -8,7 +8,7 @@ from support import randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
-from transformer_engine.pytorch import permutation
+from transformer_engine.pytorch import functional
 
 from .cases import Originals, count, made, report, same
 
@@ -89,9 +89,9 @@ class Mixture:
         return [*outputs, *(leaf.grad for leaf in leaves), *gradients], bytes_overwritten
 
     def row_bytes(self):
-        """Of a row: itself, the pre-activation and its probability."""
+        """Of a row: the pre-activation, its probability, and its token or the row itself."""
         element = torch.finfo(self.dtype).bits // 8
-        return HIDDEN * element + 2 * FFN * element + 4
+        return 2 * FFN * element + 4 + (HIDDEN * element if self.layers[0].keep_rows else 4)
 
 
 def agree(mixture, stash, *inputs, steps=2, live=None):
@@ -109,19 +109,21 @@ def agree(mixture, stash, *inputs, steps=2, live=None):
     return numbers
 
 
+@pytest.mark.parametrize("keep_rows", [False, True])
 @pytest.mark.parametrize("live", LIVES)
-def test_live_rows_leave(live, device):
+def test_live_rows_leave(live, keep_rows, device):
     with made(device, page_bytes=512) as stash:
-        mixture = Mixture(device, "bfloat16", stash)
+        mixture = Mixture(device, "bfloat16", stash, keep_rows=keep_rows)
         stash.schedule_from_order([1, -1], LAYERS)
         agree(mixture, stash, mixture.tokens(live), live=live)
 
 
+@pytest.mark.parametrize("keep_rows", [False, True])
 @pytest.mark.parametrize("live", LIVES)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_recipes(recipe, live, device):
+def test_recipes(recipe, live, keep_rows, device):
     with made(device, page_bytes=512, debug=True) as stash:
-        mixture = Mixture(device, recipe, stash)
+        mixture = Mixture(device, recipe, stash, keep_rows=keep_rows)
         numbers = agree(mixture, stash, mixture.tokens(live), steps=3)
         assert (numbers["live_bytes"] > 0) == (live > 0)
 
@@ -272,7 +274,7 @@ def test_a_call_that_fails_before_its_group(device, monkeypatch):
         for _ in range(2):
             stash.reset()
             with monkeypatch.context() as patched, pytest.raises(MemoryError):
-                patched.setattr(permutation, "moe_permute_with_probs", fail)
+                patched.setattr(functional, "permute_routing", fail)
                 mixture.layers[0](x.clone().requires_grad_())
             same(mixture.step(x)[0], expected)
             assert stash.verdict(wait=True).ok

@@ -31,6 +31,7 @@ from transformer_engine.pytorch.functional.permute import (
     permute_chunk_map,
     permute_gather,
     permute_mask_map,
+    permute_routing,
     permute_row_map,
     unpermute,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "permute_chunk_map",
     "permute_gather",
     "permute_mask_map",
+    "permute_routing",
     "permute_row_map",
     "quantize",
     "quantize_range_amax",

@@ -20,6 +20,8 @@ def grouped_mlp(
     row_scale: torch.Tensor | None = None,
     *,
     splits: Sequence[int] = (),
+    row_map: tuple[torch.Tensor, torch.Tensor] | None = None,
+    keep_rows: bool = False,
     kind: str = "swiglu",
     params: Sequence[float] = (),
     keep_input: bool = False,
@@ -33,16 +35,23 @@ def grouped_mlp(
 
     offsets: the result of grouped_offsets(). x and row_scale are not read in rows of no group; y, and the gradients of
     both, are zero there. splits, with offsets None: the number of rows of each group, adding up to x's.
+    row_map: the first two results of permute_row_map(), or the second and third of permute_routing(). x has a row for
+    each token then, and the rows are gathered from it by the map, to the bits of permute() before this function. The
+    gradients of a token's rows are added up in the order of the map. The backward gathers the rows again; keep_rows
+    keeps them.
     Shapes: x [rows, in_features], weights1 [hidden, in_features] each ([2 hidden, in_features] for a gated kind),
     weights2 [out_features, hidden] each, row_scale [rows]. Dtypes: as grouped_linear; row_scale float32 or x's dtype.
     kind, params: as activation. keep_input, grad_accumulators, quantizations, own_weights: as grouped_linear, of the
     first and the second product.
-    Saves: x, the pre-activation (rows of weights1's width), row_scale and the weights. The activation is computed
-    again. fp8_pre_activation: the pre-activation as E4M3 in blocks of 1 x 128; the backward computes the activation and
-    its gradient from these values.
+    Saves: x (with a map also the map; with keep_rows the rows in place of x), the pre-activation (rows of weights1's
+    width), row_scale and the weights. The activation is computed again. fp8_pre_activation: the pre-activation as E4M3
+    in blocks of 1 x 128; the backward computes the activation and its gradient from these values.
     Errors: ValueError naming the argument; NotImplementedError as grouped_linear.
     """
-    options = (kind, list(params), keep_input, fp8_pre_activation)
+    token_of_row, row_of_pair = row_map or (None, None)
+    if row_map is not None and not keep_rows:
+        keep_input = True
+    options = (token_of_row, row_of_pair, kind, list(params), keep_input, fp8_pre_activation)
     if torch.compiler.is_compiling():
         integers = [_spec(one if isinstance(one, list) else None) for one in quantizations]
         arguments = (x, list(weights1), list(weights2), row_scale, offsets, list(splits), *options, *integers)

@@ -31,6 +31,22 @@ def permute_row_map(
     return _C.permute_row_map(*args)
 
 
+def permute_routing(
+    probs: torch.Tensor, chosen: torch.Tensor, experts: tuple[int, int], rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The map by rows of a router's choice, with the probabilities of the rows: (row_probs [rows], token of each row
+    [rows], rows of each token [T, k], offsets [experts + 1]), in one launch.
+
+    probs [T, E], a float dtype; chosen int32 [T, k]; experts: as permute_row_map. The rows of a token are in the order
+    of its experts. A pair whose probability is exactly 0 has a place among the rows, but the row has no token and the
+    token has no row. Maps as permute_row_map's; row_probs is 0 past the last row. The gradient of probs is 0 where
+    there is no row. Saves: chosen and the rows of each token."""
+    args = (probs, chosen, *experts, rows)
+    if torch.compiler.is_compiling():
+        return torch.ops.te.permute_routing(*args)
+    return _C.permute_routing(*args)
+
+
 def permute_chunk_map(
     split_sizes: torch.Tensor, sorted_index: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,8 @@ class GroupedMLP(Composite):
     One autograd node computes both products, to the bits of fc1, functional.scaled_activation and fc2 one after the
     other, which run so if a client has put hooks or classes of its own there. Saved: inp, the pre-activation (with
     save_preactivation="fp8" as E4M3 with a scale for each 128 of a row) and row_scale; the activation is recomputed.
+    row_map: inp is [tokens, hidden_size], and the rows are gathered from it by this map (functional.permute_routing;
+    functional.grouped_mlp has its form); the backward gathers them again, or they are kept (keep_rows=True).
     fuse_wgrad_accumulation, delay_wgrad_compute: as GroupedLinear's.
     """
 
@@ -83,6 +85,8 @@ class GroupedMLP(Composite):
         m_splits: list[int] | torch.Tensor,
         row_scale: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
+        row_map: tuple[torch.Tensor, torch.Tensor] | None = None,
+        keep_rows: bool = False,
     ) -> torch.Tensor:
         op = type(self).__name__
         check_tensor(op, "inp", inp)
@@ -90,12 +94,15 @@ class GroupedMLP(Composite):
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [rows, {self.hidden_size}].")
         if row_scale is not None:
             check_tensor(op, "row_scale", row_scale)
-        splits = splits_of(op, m_splits, inp, self.num_gemms)
+        of_rows = inp if row_map is None else _checked_map(op, row_map)[0].unsqueeze(1)
+        splits = splits_of(op, m_splits, of_rows, self.num_gemms)
         if not self._is_fused():
+            if row_map is not None:
+                inp, _ = functional.permute(inp, row_map[1], of_rows.shape[0], of_mask=False)
             return self._composed(inp, splits, row_scale, is_first_microbatch)
         calls = [part.call_of(inp, splits, is_first_microbatch) for part in (self.fc1, self.fc2)]
         try:
-            out = self._product(inp, splits, row_scale, *calls)
+            out = self._product(inp, splits, row_scale, row_map, keep_rows, *calls)
         except ValueError as error:
             raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", calls[0].weights[0])
             raise
@@ -110,7 +117,14 @@ class GroupedMLP(Composite):
         return all(is_own(part, GroupedLinear) for part in parts) and not is_calibrating()
 
     def _product(
-        self, inp: torch.Tensor, splits: Splits, row_scale: torch.Tensor | None, one: GroupedCall, two: GroupedCall
+        self,
+        inp: torch.Tensor,
+        splits: Splits,
+        row_scale: torch.Tensor | None,
+        row_map: tuple[torch.Tensor, torch.Tensor] | None,
+        keep_rows: bool,
+        one: GroupedCall,
+        two: GroupedCall,
     ) -> torch.Tensor:
         return functional.grouped_mlp(
             inp,
@@ -119,6 +133,8 @@ class GroupedMLP(Composite):
             two.weights,
             row_scale,
             splits=splits.host,
+            row_map=row_map,
+            keep_rows=keep_rows,
             kind=self.activation,
             params=self._activation_values,
             fp8_pre_activation=self.save_preactivation == "fp8",
@@ -159,6 +175,20 @@ class GroupedMLP(Composite):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, save_preactivation={self.save_preactivation}"
+
+
+def _checked_map(op: str, row_map: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token of each row, rows of each token), whose shapes and dtypes functional.grouped_mlp checks."""
+    if not isinstance(row_map, tuple) or len(row_map) != 2:
+        raise TypeError(
+            f"{op}: argument 'row_map' is {row_map!r:.100}, wanted two tensors: the token of each row and the rows of "
+            "each token, of functional.permute_routing."
+        )
+    for tensor in row_map:
+        check_tensor(op, "row_map", tensor)
+    if row_map[0].dim() != 1:
+        raise ValueError(f"{op}: argument 'row_map' has first shape {list(row_map[0].shape)}, wanted [rows].")
+    return row_map
 
 
 def is_calibrating() -> bool:

@@ -12,13 +12,14 @@ from typing import Protocol
 
 import torch
 
-from transformer_engine.pytorch import permutation
+from transformer_engine.pytorch import functional, permutation
 from transformer_engine.pytorch._internal.arguments import check_number, check_size, check_tensor
 from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.composite import Composite
+from transformer_engine.pytorch.module.submodules import is_own
 from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
-from transformer_engine.pytorch.moe.topk_router import TopKRouter
+from transformer_engine.pytorch.moe.topk_router import Routing, TopKRouter
 
 ROWS = 128  # a capacity is a multiple of so many
 _STASH_METHODS = ("pre_schedule", "group", "post_schedule")
@@ -57,7 +58,7 @@ class MoEMLP(Composite):
     Parts: `router` (TopKRouter) and `experts` (GroupedMLP, with parameters `fc1.weight{i}` and `fc2.weight{i}`).
     forward(inp) returns (y, aux_loss): y has inp's shape and dtype, aux_loss is a float32 without dimensions.
 
-    Each token's rows are copied into the order of the experts (te.moe_permute_with_probs) and added up again
+    Each token's rows are copied into the order of the experts (as by te.moe_permute_with_probs) and added up again
     (te.moe_unpermute); the probabilities are the scale of the rows inside the experts. The numbers of rows stay on the
     device: `tokens_per_expert`, of the last call, has all experts.
     experts=(first, last): the experts that live here; rows of others are left out, and the results of disjoint ranges
@@ -68,9 +69,11 @@ class MoEMLP(Composite):
     score_function, use_pre_softmax, num_groups, group_topk, scaling_factor, expert_bias, aux_loss_coeff: the router's;
     its logits are float32. activation, activation_params, save_preactivation and the options of weight gradients: the
     experts'. FP8 (te.autocast) is that of GroupedLinear, in the experts alone.
-    The rows of all experts are kept for the backward, with keep_rows and without: this version does not gather them
-    again. stash: a te.stash.PagedStash, which keeps the live rows of all tensors that the experts save, the rows
-    themselves, the pre-activation and the probabilities; the module is one of its groups, between its schedulers.
+    Kept for the backward: the input, the pre-activation of all rows, their probabilities and the map of the rows. The
+    rows themselves are gathered from the input again, to the same bits; keep_rows=True keeps them (in FP8 their
+    panels), as do hooks or classes of a client in place of `router` or `experts`.
+    stash: a te.stash.PagedStash, which keeps the live rows of all tensors that the experts save: the pre-activation,
+    the probabilities, and the rows if they are kept; the module is one of its groups, between its schedulers.
     Not available in this version (NotImplementedError): ep_group, ep_transport.
     """
 
@@ -181,27 +184,40 @@ class MoEMLP(Composite):
         if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
         tokens = inp.reshape(-1, self.hidden_size)
-        routing = self.router(tokens)
+        own = is_own(self.router, TopKRouter) and is_own(self.experts, GroupedMLP)
+        routing, chosen = self.router(tokens, return_chosen=True) if own else (self.router(tokens), None)
         if not is_recomputed():  # whose counts are those of an earlier call
             self._keep_counts(routing.tokens_per_expert)
-        local = slice(self.first_expert, self.last_expert)
         stash = self.stash
         source = tokens if stash is None else stash.pre_schedule(tokens)
         try:
-            rows, row_probs, row_id_map = permutation.moe_permute_with_probs(
-                source, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0])
-            )
+            rows, row_probs, back, options = self._permuted(source, routing, chosen)
+            counts = routing.tokens_per_expert[self.first_expert : self.last_expert]
             # Nothing reads a row past the total, so a reload need not write there.
             with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
-                out = self.experts(rows, routing.tokens_per_expert[local], row_probs, is_first_microbatch)
+                out = self.experts(rows, counts, row_probs, is_first_microbatch, **options)
         except BaseException:
             if stash is not None:  # without a gradient it stores nothing, and the next call may begin
                 stash.post_schedule(tokens.detach())
             raise
         if stash is not None:
             out = stash.post_schedule(out)
-        y = permutation.moe_unpermute(out, row_id_map, restore_shape=tokens.shape)
+        y = functional.unpermute(out, back, of_mask=chosen is None)
         return y.view(inp.shape), routing.aux_loss
+
+    def _permuted(
+        self, tokens: torch.Tensor, routing: Routing, chosen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
+        """The experts' input, the probabilities of its rows, the map for unpermute, and options of the experts. Without
+        `chosen` it is copies of the tokens by the routing map, which a client's router or hooks may have made."""
+        count = self._rows(tokens.shape[0])
+        if chosen is None:
+            local = slice(self.first_expert, self.last_expert)
+            arguments = (tokens, routing.probs[:, local], routing.routing_map[:, local], count)
+            return *permutation.moe_permute_with_probs(*arguments), {}
+        experts = (self.first_expert, self.last_expert)
+        row_probs, source, back, _ = functional.permute_routing(routing.probs, chosen, experts, count)
+        return tokens, row_probs, back, {"row_map": (source, back), "keep_rows": self.keep_rows}
 
     @torch.no_grad()
     def _keep_counts(self, counts: torch.Tensor) -> None:

@@ -95,8 +95,9 @@ class TopKRouter(TransformerEngineBaseModule):
         self.register_buffer("expert_bias", bias)
         self.reset_parameters(defer_init=self.device.type == "meta")
 
-    def forward(self, inp: torch.Tensor) -> Routing:
-        """inp: [tokens, hidden_size]."""
+    def forward(self, inp: torch.Tensor, return_chosen: bool = False) -> Routing | tuple[Routing, torch.Tensor]:
+        """inp: [tokens, hidden_size]. return_chosen: (the same, the chosen experts int32 [tokens, topk], the best one
+        first)."""
         check_tensor(type(self).__name__, "inp", inp)
         if inp.dim() != 2 or inp.shape[1] != self.hidden_size:
             raise ValueError(
@@ -104,31 +105,36 @@ class TopKRouter(TransformerEngineBaseModule):
                 f"{self.hidden_size}]."
             )
         logits = _Logits.apply(inp, self.weight)
-        probs, routing_map = router.fused_topk_with_score_function(
-            logits=logits,
-            topk=self.topk,
-            use_pre_softmax=self.use_pre_softmax,
-            num_groups=self.num_groups,
-            group_topk=self.group_topk,
-            scaling_factor=self.scaling_factor,
+        grouped = self.group_topk is not None
+        probs, routing_map, chosen = functional.router_topk(
+            logits,
+            self.topk,
+            pre_softmax=self.use_pre_softmax,
+            num_groups=self.num_groups if grouped else 0,
+            group_topk=self.group_topk if grouped else 0,
+            scaling_factor=1.0 if self.scaling_factor is None else self.scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
         )
         tokens_per_expert = routing_map.sum(0)
+        loss = self._aux_loss(logits, tokens_per_expert)
+        routing = Routing(probs, routing_map, tokens_per_expert, loss)
+        return (routing, chosen) if return_chosen else routing
+
+    def _aux_loss(self, logits: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         if self.aux_loss_coeff == 0:
-            return Routing(probs, routing_map, tokens_per_expert, logits.new_zeros(()))
+            return logits.new_zeros(())
         _, scores = router.fused_compute_score_for_moe_aux_loss(
             logits=logits, topk=self.topk, score_function=self.score_function
         )
-        loss = router.fused_moe_aux_loss(
+        return router.fused_moe_aux_loss(
             probs=scores,
             tokens_per_expert=tokens_per_expert,
-            total_num_tokens=inp.shape[0],
+            total_num_tokens=logits.shape[0],
             num_experts=self.num_experts,
             topk=self.topk,
             coeff=self.aux_loss_coeff,
         )
-        return Routing(probs, routing_map, tokens_per_expert, loss)
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:

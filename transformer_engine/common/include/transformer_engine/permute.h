@@ -4,7 +4,8 @@
  *   number of the pair: a counting sort in fixed order.
  *   of a mask [T, E]: int32 [T, 2 E + 1]; of token t, with n routed experts: n rows, experts ascending; in columns E to
  *     E + n - 1 the experts; n in the last column; -1 in all others.
- *   of ids [T, k]: int32 [T, k], the row of each pair, -1 for a pair without a row.
+ *   of ids [T, k]: int32 [T, k], the row of each pair, -1 for a pair without a row. Its columns are a token's pairs, or
+ *     (ascending) the same by their experts, ascending.
  * Formula. p = probs [T, E] (mask) or [T, k] (ids), 1 if absent; r(t, i) the row of pair i of token t:
  *   forward           out[r(t, i)] = inp[t]; rows without a pair are 0
  *   unpermute         out[t] = sum_i p(t, i) inp[r(t, i)], i ascending
@@ -45,10 +46,19 @@ typedef struct te_permute_row_map_plan {
   int32_t first_expert;   /* experts [first, last) have rows, pairs of others have none; at most */
   int32_t last_expert;    /* TE_PERMUTE_MAX_EXPERTS of them */
   int32_t strict;         /* 1: on the CPU, an id outside of the range is an error */
+  int32_t ascending;      /* 1: a token's columns of row_of_pair by their experts */
+  te_tensor probs;     /* [T, E], E >= last_expert, as te_permute_forward's; absent: none. A pair whose probability is
+                          0 keeps its place among the rows, but its row has no token, and it has no row */
+  te_tensor row_probs; /* [1, rows], of the dtype of probs: of each row; 0 beyond the last pair */
 } te_permute_row_map_plan;
 
 /* The map of ids, and what else a layer over its rows needs. One launch. */
 TE_API te_status te_permute_row_map(const te_permute_row_map_plan* plan, te_stream stream);
+
+/* The gradient of its probs: dprobs [T, E] has the element of drow_probs [1, R] of each pair's row, else 0. ids: the
+ * plan's. row_of_pair: its result with ascending. */
+TE_API te_status te_permute_row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_probs,
+                                               te_tensor dprobs, te_stream stream);
 
 /* Chunks of rows in the order of `order`, a permutation of [0, n): sizes, order int64 [1, n]; source, destination int32
  * [1, rows]: out[j] = inp[source[j]], inp[i] goes to out[destination[i]]. Rows past the sum of sizes stay. starts:

@@ -62,6 +62,32 @@ TE_HOST_DEVICE bool takes_part(const void* row_probs, int bytes, int64_t row) {
   return !is_zero(static_cast<const uint64_t*>(row_probs)[row]);
 }
 
+// Probabilities that move with their rows, as bytes.
+struct RowProbs {
+  const char* in;  // [tokens, columns]
+  char* out;       // [rows]; null: none
+  int64_t pitch;   // in elements
+  int32_t bytes;   // of an element
+
+  TE_HOST_DEVICE void copy(int64_t from, int64_t to) const {
+    if (bytes == 2) reinterpret_cast<uint16_t*>(out)[to] = reinterpret_cast<const uint16_t*>(in)[from];
+    if (bytes == 4) reinterpret_cast<uint32_t*>(out)[to] = reinterpret_cast<const uint32_t*>(in)[from];
+    if (bytes == 8) reinterpret_cast<uint64_t*>(out)[to] = reinterpret_cast<const uint64_t*>(in)[from];
+  }
+  TE_HOST_DEVICE void clear(int64_t at) const {
+    for (int i = 0; i < bytes; ++i) out[at * bytes + i] = 0;
+  }
+};
+
+// A pair's place among its token's by their experts: of one expert, in their order.
+TE_HOST_DEVICE int place_by_expert(const int32_t* ids_of_token, int count, int pair) {
+  int place = 0;
+  for (int i = 0; i < count; ++i) {
+    place += ids_of_token[i] < ids_of_token[pair] || (ids_of_token[i] == ids_of_token[pair] && i < pair);
+  }
+  return place;
+}
+
 // Calls f(uint8_t{}), f(uint16_t{}), ... for elements that are only copied.
 template <class F>
 void dispatch_bytes(te_dtype dtype, F&& f) {

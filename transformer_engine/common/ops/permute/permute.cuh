@@ -30,22 +30,6 @@ struct Scales {
   int64_t in_pitch, out_pitch, blocks, columns;
 };
 
-struct RowProbs {
-  const char* in;  // [tokens, columns]
-  char* out;       // [rows]; null: none
-  int64_t pitch;   // in elements
-  int32_t bytes;   // of an element
-
-  __device__ __forceinline__ void copy(int64_t from, int64_t to) const {
-    if (bytes == 2) reinterpret_cast<uint16_t*>(out)[to] = reinterpret_cast<const uint16_t*>(in)[from];
-    if (bytes == 4) reinterpret_cast<uint32_t*>(out)[to] = reinterpret_cast<const uint32_t*>(in)[from];
-    if (bytes == 8) reinterpret_cast<uint64_t*>(out)[to] = reinterpret_cast<const uint64_t*>(in)[from];
-  }
-  __device__ __forceinline__ void clear(int64_t at) const {
-    for (int i = 0; i < bytes; ++i) out[at * bytes + i] = 0;
-  }
-};
-
 template <class Word>
 __device__ __forceinline__ Word zero_word() {
   if constexpr (sizeof(Word) == 16) {

@@ -1,5 +1,6 @@
 // The maps of permute: contract and CPU path (the specification).
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -12,6 +13,7 @@ namespace te::permute {
 namespace cuda {
 void mask_map(te_tensor mask, te_tensor map, te_tensor counts, te_stream stream);
 void row_map(const te_permute_row_map_plan& plan, te_stream stream);
+void row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_probs, te_tensor dprobs, te_stream stream);
 void chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination, te_tensor starts,
                te_stream stream);
 }  // namespace cuda
@@ -63,11 +65,41 @@ void row_map(const te_permute_row_map_plan& plan) {
   if (plan.offsets.data != nullptr)
     std::transform(first.begin(), first.end(), static_cast<int32_t*>(plan.offsets.data), cut);
   std::fill(token_of_row, token_of_row + plan.rows, -1);
+  auto* const row_probs = static_cast<char*>(plan.row_probs.data);
+  const size_t bytes = row_probs == nullptr ? 0 : te_dtype_bytes(plan.probs.dtype);
+  if (row_probs != nullptr) std::memset(row_probs, 0, size_t(plan.rows) * bytes);
+  const int64_t topk = plan.ids.cols;
   for (int64_t pair = 0; pair < pairs; ++pair) {
     const int32_t e = expert_of(pair);
-    const int64_t row = e < 0 ? plan.rows : first[size_t(e)]++;
-    row_of_pair[pair] = row < plan.rows ? int32_t(row) : -1;
-    if (row < plan.rows) token_of_row[row] = int32_t(pair / plan.ids.cols);
+    const int64_t row = e < 0 ? plan.rows : first[size_t(e)]++, token = pair / topk;
+    bool alive = row < plan.rows;
+    if (alive && row_probs != nullptr) {
+      const auto* const from = static_cast<const char*>(plan.probs.data);
+      std::memcpy(row_probs + size_t(row) * bytes, from + size_t(token * plan.probs.row_pitch + ids[pair]) * bytes,
+                  bytes);
+      alive = takes_part(row_probs, int(bytes), row);
+    }
+    const int64_t of_token = token * topk;
+    const int64_t place =
+        plan.ascending ? place_by_expert(ids + of_token, int(topk), int(pair - of_token)) : pair - of_token;
+    row_of_pair[of_token + place] = alive ? int32_t(row) : -1;
+    if (alive) token_of_row[row] = int32_t(token);
+  }
+}
+
+template <class Bits>
+void row_probs_backward(const te_tensor& ids, const te_tensor& row_of_pair, const te_tensor& drow_probs,
+                        const te_tensor& dprobs) {
+  const int topk = int(ids.cols);
+  for (int64_t t = 0; t < dprobs.rows; ++t) {
+    Bits* const out = row_ptr<Bits>(dprobs, t);
+    std::fill_n(out, dprobs.cols, Bits(0));
+    const int32_t* const experts = row_ptr<const int32_t>(ids, t);
+    for (int i = 0; i < topk; ++i) {
+      const int64_t row = row_ptr<const int32_t>(row_of_pair, t)[place_by_expert(experts, topk, i)];
+      if (row < 0 || row >= drow_probs.cols || experts[i] < 0 || experts[i] >= dprobs.cols) continue;
+      out[experts[i]] = static_cast<const Bits*>(drow_probs.data)[row];
+    }
   }
 }
 
@@ -117,6 +149,26 @@ void check_mask_map(const te_tensor& mask, const te_tensor& map, const te_tensor
   check_dense(kOp, "counts", counts, chunks, mask.cols, TE_INT32, mask.device);
 }
 
+// Of each expert, or gradients of them: a row for each token of ids.
+void check_probs(const char* op, const char* argument, const te_tensor& probs, const te_tensor& ids) {
+  check_tensor(op, argument, probs);
+  const te_dtype dtype = probs.dtype;
+  if (dtype != TE_FLOAT32 && dtype != TE_FLOAT16 && dtype != TE_BFLOAT16 && dtype != TE_INT64) {
+    bad_argument(op, argument, concat("of dtype ", te_dtype_name(dtype)), "float32, float16, bfloat16 or int64");
+  }
+  check_as(op, argument, probs, ids.rows, probs.cols, te_tensor{nullptr, 0, 0, 0, dtype, ids.device});
+}
+
+void check_row_probs_backward(const te_tensor& ids, const te_tensor& row_of_pair, const te_tensor& drow_probs,
+                              const te_tensor& dprobs) {
+  constexpr const char* kOp = "te_permute_row_probs_backward";
+  check_tensor(kOp, "ids", ids);
+  check_dense(kOp, "ids", ids, ids.rows, ids.cols, TE_INT32, ids.device);
+  check_dense(kOp, "row_of_pair", row_of_pair, ids.rows, ids.cols, TE_INT32, ids.device);
+  check_probs(kOp, "dprobs", dprobs, ids);
+  check_dense(kOp, "drow_probs", drow_probs, 1, drow_probs.cols, dprobs.dtype, ids.device);
+}
+
 void check_row_map(const te_permute_row_map_plan& plan) {
   constexpr const char* kOp = "te_permute_row_map";
   const te_tensor& ids = plan.ids;
@@ -137,6 +189,13 @@ void check_row_map(const te_permute_row_map_plan& plan) {
     check_dense(kOp, "plan.offsets", plan.offsets, 1, experts + 1, TE_INT32, ids.device);
   }
   if (plan.panels.data != nullptr) check_dense(kOp, "plan.panels", plan.panels, 1, 1, TE_INT32, ids.device);
+  if (plan.row_probs.data != nullptr) {
+    check_probs(kOp, "plan.probs", plan.probs, ids);
+    if (plan.probs.cols < plan.last_expert) {
+      bad_argument(kOp, "plan.probs", shape_of(plan.probs), concat("at least ", plan.last_expert, " columns"));
+    }
+    check_dense(kOp, "plan.row_probs", plan.row_probs, 1, plan.rows, plan.probs.dtype, ids.device);
+  }
   if (!plan.strict || ids.device != TE_DEVICE_CPU) return;
   for (int64_t i = 0; i < ids.rows * ids.cols; ++i) {
     const int32_t id = static_cast<const int32_t*>(ids.data)[i];
@@ -201,6 +260,22 @@ te_status te_permute_row_map(const te_permute_row_map_plan* plan, te_stream stre
     permute::check_row_map(*plan);
     TE_ON_DEVICE_OF("te_permute_row_map", plan->ids, permute::cpu::row_map(*plan),
                     permute::cuda::row_map(*plan, stream));
+  });
+}
+
+te_status te_permute_row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_probs, te_tensor dprobs,
+                                        te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    permute::check_row_probs_backward(ids, row_of_pair, drow_probs, dprobs);
+    if (dprobs.rows == 0) return;
+    const auto on_cpu = [&] {
+      permute::dispatch_bytes(dprobs.dtype, [&](auto bits) {
+        permute::cpu::row_probs_backward<decltype(bits)>(ids, row_of_pair, drow_probs, dprobs);
+      });
+    };
+    TE_ON_DEVICE_OF("te_permute_row_probs_backward", ids, on_cpu(),
+                    permute::cuda::row_probs_backward(ids, row_of_pair, drow_probs, dprobs, stream));
   });
 }
 

@@ -43,11 +43,30 @@ void row_map(const te_permute_row_map_plan& plan, te_stream stream) {
   map.rows = int32_t(plan.rows);
   map.first_expert = plan.first_expert;
   map.experts = plan.last_expert - plan.first_expert;
+  map.probs = static_cast<const char*>(plan.probs.data);
+  map.row_probs = static_cast<char*>(plan.row_probs.data);
+  map.probs_pitch = plan.probs.row_pitch;
+  map.prob_bytes = int32_t(te_dtype_bytes(plan.probs.dtype));
+  map.ascending = plan.ascending;
   const int64_t spans = (int64_t(map.pairs) + kLeastSpan - 1) / kLeastSpan;
   const int64_t blocks = std::clamp<int64_t>(spans, 1, kRowMapBlocks);
   map.span = int32_t((spans + blocks - 1) / blocks * kLeastSpan);
   row_map_kernel<kRowMapThreads><<<unsigned(blocks), kRowMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(map);
   check_launch("te_permute_row_map");
+}
+
+void row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_probs, te_tensor dprobs,
+                        te_stream stream) {
+  constexpr int64_t kTokens = kMapThreads / kWarp;  // of a block
+  const auto blocks = unsigned((dprobs.rows + kTokens - 1) / kTokens);
+  dispatch_bytes(dprobs.dtype, [&](auto bits) {
+    using Bits = decltype(bits);
+    row_probs_backward_kernel<Bits><<<blocks, kMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const int32_t*>(ids.data), static_cast<const int32_t*>(row_of_pair.data),
+        static_cast<const Bits*>(drow_probs.data), static_cast<Bits*>(dprobs.data), dprobs.row_pitch, dprobs.rows,
+        drow_probs.cols, int(dprobs.cols), int(ids.cols));
+  });
+  check_launch("te_permute_row_probs_backward");
 }
 
 void chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination, te_tensor starts,

@@ -143,8 +143,26 @@ struct RowMap {
   int32_t* panels;
   int32_t pairs, of_token, rows;
   int32_t first_expert, experts;
-  int32_t span;  // pairs of a block
+  int32_t span;       // pairs of a block
+  const char* probs;  // [tokens, experts of all]; null: none
+  char* row_probs;
+  int64_t probs_pitch;  // in elements
+  int32_t prob_bytes;
+  int32_t ascending;
 
+  // Where the row of a pair is written.
+  __device__ __forceinline__ int place_of(int pair) const {
+    if (!ascending) return pair;
+    const int first = pair - pair % of_token;
+    return first + place_by_expert(ids + first, of_token, pair - first);
+  }
+  // Whether the row gets its token: not with a probability of 0.
+  __device__ __forceinline__ bool take_prob(int pair, int row) const {
+    if (row_probs == nullptr) return true;
+    const RowProbs copies{probs, row_probs, probs_pitch, prob_bytes};
+    copies.copy(int64_t(pair / of_token) * probs_pitch + ids[pair], row);
+    return takes_part(row_probs, prob_bytes, row);
+  }
   __device__ __forceinline__ int expert_of(int pair) const {
     const int64_t expert = int64_t(ids[pair]) - first_expert;
     return expert >= 0 && expert < experts ? int(expert) : -1;
@@ -202,8 +220,9 @@ __device__ void place_ids(const RowMap& map, int begin, int end, int* next) {
       __syncthreads();
     }
     if (pair >= end) continue;
-    map.row_of_pair[pair] = row < map.rows ? row : -1;
-    if (row < map.rows) map.token_of_row[row] = pair / map.of_token;
+    const bool present = row < map.rows, alive = present && map.take_prob(pair, row);
+    map.row_of_pair[map.place_of(pair)] = alive ? row : -1;
+    if (present) map.token_of_row[row] = alive ? pair / map.of_token : -1;
   }
 }
 
@@ -223,6 +242,7 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   for (int64_t row = first[map.experts] + int64_t(blockIdx.x) * kThreads + threadIdx.x; row < map.rows;
        row += int64_t(gridDim.x) * kThreads) {
     map.token_of_row[row] = -1;
+    if (map.row_probs != nullptr) RowProbs{nullptr, map.row_probs, 0, map.prob_bytes}.clear(row);
   }
   if (blockIdx.x != 0) return;
   const auto cut = [&](int e) { return first[e] < map.rows ? first[e] : map.rows; };
@@ -232,6 +252,24 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   __syncthreads();
   for (int e = threadIdx.x; e <= map.experts && map.offsets != nullptr; e += kThreads) map.offsets[e] = cut(e);
   if (threadIdx.x == 0 && map.panels != nullptr) *map.panels = panels;
+}
+
+// A warp has a token.
+template <class Bits>
+__global__ void __launch_bounds__(kMapThreads)
+    row_probs_backward_kernel(const int32_t* ids, const int32_t* row_of_pair, const Bits* drow_probs, Bits* dprobs,
+                              int64_t pitch, int64_t tokens, int64_t rows, int experts, int topk) {
+  const int64_t token = int64_t(blockIdx.x) * (kMapThreads / kWarp) + threadIdx.x / kWarp;
+  if (token >= tokens) return;
+  const int lane = int(threadIdx.x) % kWarp;
+  Bits* const out = dprobs + token * pitch;
+  for (int e = lane; e < experts; e += kWarp) out[e] = 0;
+  __syncwarp();
+  const int32_t* const own = ids + token * topk;
+  for (int i = lane; i < topk; i += kWarp) {
+    const int64_t row = row_of_pair[token * topk + place_by_expert(own, topk, i)];
+    if (row >= 0 && row < rows && own[i] >= 0 && own[i] < experts) out[own[i]] = drow_probs[row];
+  }
 }
 
 // ---- chunks ----

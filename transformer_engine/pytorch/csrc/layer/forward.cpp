@@ -52,6 +52,13 @@ void check_shapes(const LayerConfig& config, const LayerInput& in, const Tensor&
   }
 }
 
+// A tensor with the leading dimensions of the operand, and x's dtype: x, but for a prologue with rows of its own.
+// rows: of the operand, before it was quantized.
+Tensor like_operand(const LayerConfig& config, const Tensor& x, const Operand& operand, const c10::SymInt& rows) {
+  if (!config.prologue->has_own_rows()) return x;
+  return operand.plain.defined() ? operand.plain : x.new_empty({1}).expand_symint({rows, x.sym_size(-1)});
+}
+
 bool adds_up(const LayerConfig& config) { return config.tp_comm != nullptr && config.tp_comm->adds_up(Pass::kFprop); }
 
 // With a sum over ranks, the bias is added after that.
@@ -143,11 +150,13 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   const bool save_operand = wanted.weight && config.operand == SaveMode::kSave && save_for == SaveFor::kBackward;
   const QuantizeUsage read = kept_usage(q), usage{true, save_operand && read.columnwise};
   LayerOutput out;
+  c10::SymInt rows;
   const auto produce = [&](const Quantizer* quantizer) {
     out.prologue = prologue.forward(dispatch, in.prologue, quantizer, usage, want_output);
     Operand operand = std::move(out.prologue.operand);
     if (!prologue.is_identity()) {
       const Tensor& matrix = operand.quantized() ? operand.fp8.rowwise : operand.plain;
+      rows = matrix.sym_size(0);
       check_shapes(config, in, operand.quantized() || q != nullptr ? x : matrix, matrix.sym_size(-1));
     }
     return operand;
@@ -161,7 +170,8 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   const WeightSet weights = weight_set(dispatch, config, in, biases, {true, read.columnwise && backward_reads_weight});
   Operand gathered;
   if (config.tp_comm == nullptr) {
-    out.y = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, x, nullptr).result();
+    const Tensor like = like_operand(config, x, operand.for_gemm, rows);
+    out.y = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, like, nullptr).result();
   } else {
     CommResult result = gemm_with_comm(dispatch, config, save, x, operand, weights, biases, usage,
                                        save_operand && config.tp_comm->gathers(Pass::kFprop));

@@ -15,13 +15,7 @@ namespace te_torch::layer {
 
 namespace {
 
-c10::SymInt rows_in(const Tensor& x) {
-  c10::SymInt rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
-  return rows;
-}
-
-void check_splits(const char* op, const Tensor& x, size_t groups, at::ArrayRef<int64_t> splits) {
+void check_splits(const char* op, const c10::SymInt& rows, size_t groups, at::ArrayRef<int64_t> splits) {
   TORCH_CHECK_VALUE(splits.size() == groups, op, ": argument 'm_splits' has ", splits.size(), " numbers, wanted ",
                     groups, ", one for each weight.");
   int64_t sum = 0;
@@ -30,8 +24,8 @@ void check_splits(const char* op, const Tensor& x, size_t groups, at::ArrayRef<i
                       ", wanted numbers of rows, none of them negative.");
     sum += count;
   }
-  TORCH_CHECK_VALUE(rows_in(x) == sum, op, ": argument 'm_splits' is ", splits, ", which adds up to ", sum,
-                    ", wanted x's ", rows_in(x), " rows.");
+  TORCH_CHECK_VALUE(rows == sum, op, ": argument 'm_splits' is ", splits, ", which adds up to ", sum, ", wanted x's ",
+                    rows, " rows.");
 }
 
 // The host can read offsets in CPU memory: groups of the device become groups of the host, split by the offsets. In FP8
@@ -70,17 +64,23 @@ void put_at_once(Grouping& grouping, const Tensor& x, size_t layer_idx, at::Tens
 
 }  // namespace
 
-void check_groups(const char* op, const Tensor& x, const char* weights_name, at::TensorList weights,
+c10::SymInt rows_in(const char* op, const Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": argument 'x' has no dimensions, wanted [rows, in_features].");
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
+  return rows;
+}
+
+void check_groups(const char* op, const c10::SymInt& rows, const char* weights_name, at::TensorList weights,
                   at::TensorList biases, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits) {
   TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op, ": argument '",
                     weights_name, "' has ", weights.size(), " tensors, and there are ", biases.size(),
                     " biases, wanted one for each group, or no biases.");
-  TORCH_CHECK_VALUE(x.dim() > 0, op, ": argument 'x' has no dimensions, wanted [rows, in_features].");
   for (size_t i = 0; i < weights.size(); ++i) {
     TORCH_CHECK_VALUE(weights[i].sym_sizes() == weights[0].sym_sizes(), op, ": weight number ", i, " has shape ",
                       weights[i].sym_sizes(), ", wanted that of the first, ", weights[0].sym_sizes(), ".");
   }
-  if (!offsets.has_value()) check_splits(op, x, weights.size(), splits);
+  if (!offsets.has_value()) check_splits(op, rows, weights.size(), splits);
 }
 
 void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::TensorList weights, at::TensorList biases,

@@ -8,9 +8,10 @@
 namespace te_torch::layer {
 
 // Raises ValueError unless there is a weight of one shape for each group, no biases or as many, and splits that add up
-// to x's rows where there are no offsets.
-void check_groups(const char* op, const Tensor& x, const char* weights_name, at::TensorList weights,
+// to the rows where there are no offsets.
+void check_groups(const char* op, const c10::SymInt& rows, const char* weights_name, at::TensorList weights,
                   at::TensorList biases, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits);
+c10::SymInt rows_in(const char* op, const Tensor& x);  // raises ValueError for a tensor without dimensions
 
 // Adds the weights and biases to the arguments, and sets up layer number layer_idx for them.
 void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::TensorList weights, at::TensorList biases,

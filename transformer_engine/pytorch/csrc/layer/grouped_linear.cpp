@@ -16,7 +16,7 @@ struct GroupedChain : LayerChain {
 
 LayerArgs pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList biases, const OptionalTensor& offsets,
                        at::ArrayRef<int64_t> splits, bool keep_input, at::ArrayRef<int64_t> quantization) {
-  check_groups(GroupedChain::kName, x, "weights", weights, biases, offsets, splits);
+  check_groups(GroupedChain::kName, rows_in(GroupedChain::kName, x), "weights", weights, biases, offsets, splits);
   LayerArgs call;
   call.layers.emplace_back();
   call.own_weights.resize(1);

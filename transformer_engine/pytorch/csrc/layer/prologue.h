@@ -62,6 +62,8 @@ class TE_EXPORT Prologue {
   virtual const SavedInfo& operand_info() const = 0;
   // Whether the operand is x itself, so that x can be checked first, and recomputing the operand saves no memory.
   virtual bool is_identity() const { return false; }
+  // Whether the operand has other rows than the input, which is a matrix then.
+  virtual bool has_own_rows() const { return false; }
   // Whether backward() reads the input.
   virtual bool reads_input() const = 0;
   // Whether backward() recomputes the operand at almost no cost: the operand is not saved then.
@@ -81,6 +83,11 @@ class TE_EXPORT Prologue {
 using ProloguePtr = std::shared_ptr<const Prologue>;
 
 TE_EXPORT ProloguePtr plain_prologue();
+// The operand is rows of x, which the names' tensors choose.
+namespace row_map {
+enum Own : int { kTokenOfRow, kRowOfPair };
+}
+TE_EXPORT ProloguePtr rows_prologue();
 // Names of a norm's tensors: arguments, then what it saves.
 namespace norm {
 enum Own : int { kResidual, kGamma, kBeta, kMean, kRstd };

@@ -1,5 +1,6 @@
-// The binding of permute: the maps, three autograd nodes (tokens to rows, rows to tokens, chunks of rows), schemas and
-// Python functions. A map is two-dimensional here, [T, 2 E + 1] of a mask or [T, k] of ids.
+// The binding of permute: the maps, four autograd nodes (tokens to rows, rows to tokens, chunks of rows, a router's
+// choice to the map by rows), schemas and Python functions. A map is two-dimensional here, [T, 2 E + 1] of a mask or
+// [T, k] of ids.
 #include "ops/permute.h"
 
 #include "autograd/autograd.h"
@@ -19,6 +20,7 @@ auto call_for(const Tensor& gradient, const char* name, const Args&... args) {
 }
 
 constexpr SavedInfo kMapInfo{"row map", "the backward moves rows back by it", "making it again from the routing map"};
+constexpr SavedInfo kChosenInfo{"chosen experts", "the gradient flows to their probabilities", kCallers};
 constexpr SavedInfo kRowProbsInfo{"probabilities of rows", "rows with a probability of 0 have no gradient",
                                   "permuting the probabilities again"};
 constexpr SavedInfo kProbsInfo{"merging probabilities", "the gradient of the rows is multiplied by them", kCallers};
@@ -127,7 +129,57 @@ struct PermuteGatherFamily {
   }
 };
 
+// The probabilities of the rows alone have a gradient.
+struct RoutingFamily {
+  static constexpr const char* kName = "permute_routing";
+  struct State {
+    c10::SymInt experts;
+  };
+  enum Saved { kIds, kMap };
+
+  template <class Mode>
+  static variable_list forward(State& state, SaveContext& save, const Tensor& probs, const Tensor& chosen,
+                               int64_t first, int64_t last, const c10::SymInt& rows) {
+    state = {probs.sym_size(1)};
+    auto [row_probs, token_of_row, row_of_pair, offsets] =
+        Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+    save.keep(kIds, chosen, kChosenInfo);
+    save.keep(kMap, row_of_pair, kMapInfo);
+    return {row_probs, token_of_row, row_of_pair, offsets};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    if (!wanted[0] || !grads[0].defined()) return {};
+    return {Mode::template call<permute_routing_bwd>("te::permute_routing_bwd", grads[0], saved[kIds], saved[kMap],
+                                                     state.experts)};
+  }
+};
+
 using Two = std::tuple<Tensor, Tensor>;
+
+Maps maps_of(const variable_list& out) { return {out[0], out[1], out[2], out[3]}; }
+
+Maps routing_autograd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows) {
+  return maps_of(Node<RoutingFamily, Dispatched>::run(probs, chosen, first, last, rows));
+}
+
+Maps routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows) {
+  return Dispatched::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+}
+
+// Called by Python in eager mode, like those below.
+Maps routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count) {
+  const c10::SymInt rows(row_count);
+  if (must_dispatch({&probs, &chosen})) {
+    return Dispatched::call<routing_autograd>("te::permute_routing", probs, chosen, first, last, rows);
+  }
+  if (!needs_graph({&probs})) {
+    return Direct::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+  }
+  return maps_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows));
+}
 
 Two permute_autograd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
                      const OptionalTensor& pad_offsets, c10::SymInt rows) {
@@ -142,7 +194,6 @@ Two permute_dispatched(const Tensor& inp, const Tensor& map, bool of_mask, const
   return {out, row_probs};
 }
 
-// Called by Python in eager mode, like the two below.
 Two permute(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
             const OptionalTensor& pad_offsets, int64_t row_count) {
   const c10::SymInt rows(row_count);
@@ -226,6 +277,18 @@ TE_OP_REGISTRATION(permute, ops) {
         if (!must_dispatch({&ids})) return permute_row_map(ids, first, last, count, strict);
         return Dispatched::call<permute_row_map>("te::permute_row_map", ids, first, last, count, strict);
       });
+  ops.op("permute_routing_fwd(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows) -> (Tensor, "
+         "Tensor, Tensor, Tensor)")
+      .kernel(permute_routing_fwd)
+      .meta(permute_routing_fwd_meta);
+  ops.op("permute_routing_bwd(Tensor grad, Tensor chosen, Tensor row_of_pair, SymInt experts) -> Tensor")
+      .kernel(permute_routing_bwd)
+      .meta(permute_routing_bwd_meta);
+  ops.op("permute_routing(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows) -> (Tensor, "
+         "Tensor, Tensor, Tensor)")
+      .composite(routing_dispatched)
+      .autograd(routing_autograd)
+      .python(routing);
   ops.op("permute_chunk_map(Tensor split_sizes, Tensor sorted_index, SymInt rows) -> (Tensor, Tensor)")
       .kernel(permute_chunk_map)
       .meta(permute_chunk_map_meta)

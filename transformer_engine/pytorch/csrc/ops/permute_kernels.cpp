@@ -170,18 +170,82 @@ Tensor permute_mask_map_meta(const Tensor& routing_map) {
 }
 
 namespace {
-void check_ids(const Tensor& ids) {
-  check_dim(ids, "permute_row_map", "ids", 2, "[T, k]");
-  check_integers(ids, "permute_row_map", "ids", at::kInt, ids);
+void check_ids(const char* op, const char* argument, const Tensor& ids, int64_t first, int64_t last) {
+  check_dim(ids, op, argument, 2, "[T, k]");
+  check_integers(ids, op, argument, at::kInt, ids);
+  TORCH_CHECK_VALUE(first >= 0 && last > first && last <= first + TE_PERMUTE_MAX_EXPERTS && last <= INT32_MAX, op,
+                    ": argument 'last_expert' is ", last, " for experts from ", first, " on, wanted 1 to ",
+                    TE_PERMUTE_MAX_EXPERTS, " experts, from 0 on.");
+}
+
+constexpr const char* kRouting = "permute_routing";
+
+void check_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, const c10::SymInt& rows) {
+  check_ids(kRouting, "chosen", chosen, first, last);
+  check_float(probs, kRouting, "probs");
+  TORCH_CHECK_VALUE(probs.dim() == 2 && probs.sym_size(0) == chosen.sym_size(0) && probs.sym_size(1) >= last, kRouting,
+                    ": argument 'probs' has shape ", probs.sym_sizes(), ", wanted [", chosen.sym_size(0), ", ", last,
+                    " experts or more].");
+  TORCH_CHECK_VALUE(probs.device() == chosen.device(), kRouting, ": argument 'probs' is on ", probs.device(),
+                    ", wanted ", chosen.device(), " like 'chosen'; move it with .to(device).");
+  TORCH_CHECK_VALUE(rows >= 0, kRouting, ": argument 'rows' is ", rows, ", wanted at least 0.");
+}
+
+void check_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair) {
+  check_dim(grad, kRouting, "grad", 1, "[rows]");
+  check_integers(chosen, kRouting, "chosen", at::kInt, grad);
+  check_integers(row_of_pair, kRouting, "row_of_pair", at::kInt, grad);
 }
 }  // namespace
 
+Maps permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
+                         c10::SymInt row_count) {
+  check_routing(probs, chosen, first, last, row_count);
+  const int64_t rows = row_count.expect_int();
+  const Tensor ids = chosen.contiguous(), values = rows_of(probs);
+  const Tensor token_of_row = at::empty({rows}, ids.options()), row_of_pair = at::empty(ids.sizes(), ids.options());
+  const Tensor offsets = at::empty({last - first + 1}, ids.options()), row_probs = at::empty({rows}, values.options());
+  te_permute_row_map_plan plan{};
+  plan.ids = view_2d(ids, kRouting, "chosen");
+  plan.row_of_pair = view_2d(row_of_pair, kRouting, "row_of_pair");
+  plan.token_of_row = view_2d(token_of_row, kRouting, "token_of_row");
+  plan.offsets = view_2d(offsets, kRouting, "offsets");
+  plan.rows = rows;
+  plan.first_expert = int32_t(first);
+  plan.last_expert = int32_t(last);
+  plan.ascending = 1;
+  plan.probs = view_2d(values, kRouting, "probs");
+  plan.row_probs = view_2d(row_probs, kRouting, "row_probs");
+  check(te_permute_row_map(&plan, current_stream(ids)));
+  return {row_probs, token_of_row, row_of_pair, offsets};
+}
+
+Maps permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
+                              c10::SymInt rows) {
+  check_routing(probs, chosen, first, last, rows);
+  return {probs.new_empty_symint({rows}), chosen.new_empty_symint({rows}), chosen.new_empty_symint(chosen.sym_sizes()),
+          chosen.new_empty({last - first + 1})};
+}
+
+Tensor permute_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair, c10::SymInt experts) {
+  check_routing_bwd(grad, chosen, row_of_pair);
+  const Tensor ids = chosen.contiguous(), map = row_of_pair.contiguous(), rows = grad.resolve_neg().contiguous();
+  const Tensor out = at::empty({ids.size(0), experts.expect_int()}, grad.options());
+  check(te_permute_row_probs_backward(view_2d(ids, kRouting, "chosen"), view_2d(map, kRouting, "row_of_pair"),
+                                      view_2d(rows, kRouting, "grad"), view_2d(out, kRouting, "dprobs"),
+                                      current_stream(grad)));
+  return out;
+}
+
+Tensor permute_routing_bwd_meta(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair,
+                                c10::SymInt experts) {
+  check_routing_bwd(grad, chosen, row_of_pair);
+  return grad.new_empty_symint({chosen.sym_size(0), experts});
+}
+
 Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt row_count, bool strict) {
-  check_ids(ids);
   constexpr const char* kOp = "permute_row_map";
-  TORCH_CHECK_VALUE(first >= 0 && last > first && last <= first + TE_PERMUTE_MAX_EXPERTS && last <= INT32_MAX, kOp,
-                    ": argument 'last_expert' is ", last, " for experts from ", first, " on, wanted 1 to ",
-                    TE_PERMUTE_MAX_EXPERTS, " experts, from 0 on.");
+  check_ids(kOp, "ids", ids, first, last);
   const int64_t rows = row_count.expect_int();
   const Tensor dense_ids = ids.contiguous();
   const auto ints = ids.options();
@@ -202,7 +266,7 @@ Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt
 }
 
 Maps permute_row_map_meta(const Tensor& ids, int64_t first, int64_t last, c10::SymInt rows, bool) {
-  check_ids(ids);
+  check_ids("permute_row_map", "ids", ids, first, last);
   return {ids.new_empty_symint({rows}), ids.new_empty_symint(ids.sym_sizes()), ids.new_empty({last - first + 1}),
           ids.new_empty({1})};
 }
