@@ -55,7 +55,10 @@ def run(bench, m, n, k, rates):
         "wgrad": ("backward", (k, n, m), (BLOCK_1D, BLOCK_1D), E5M2),
     }
 
-    def compare(op, direction, extents, scalings, dtype, contenders):
+    def product(a, b):
+        return _C.gemm(a.bf16, b.bf16, "TN", "none", None, None, None)
+
+    def compare(op, direction, extents, scalings, dtype, contenders, own=product):
         case = Case("12", op, "fp8", (m, n, k), direction, flops=2 * m * n * k)
         if not bench.selects(case):
             return
@@ -64,8 +67,7 @@ def run(bench, m, n, k, rates):
         def make():
             return Operand(bench, a_outer, depth, a_scaling, E4M3), Operand(bench, b_outer, depth, b_scaling, dtype)
 
-        own = {"own bf16": lambda a, b: _C.gemm(a.bf16, b.bf16, "TN", "none", None, None, None)}
-        times = bench.compare(case, contenders | own, make)
+        times = bench.compare(case, contenders | {"own bf16": own}, make)
         rates[(op, (m, n, k))] = {name: 2e-6 * m * n * k / us for name, us in times.items()}
 
     for name, (direction, extents, scalings, dtype) in products.items():
@@ -80,10 +82,13 @@ def run(bench, m, n, k, rates):
     def accumulate(a, b):
         return torch.ops.te.gemm_fp8_accumulate(*a.arguments, *b.arguments, out, False, False)
 
+    def accumulate_bf16(a, b):
+        return _C.gemm_accumulate(a.bf16, b.bf16, "TN", out, False, False)
+
     direction, extents, scalings, dtype = products["wgrad"]
     one = {"ours": accumulate}
-    compare("gemm_fp8_wgrad_accumulate", direction, extents, (TENSOR, TENSOR), dtype, one)
-    compare("gemm_fp8_block_wgrad_accumulate", direction, extents, scalings, E4M3, one)
+    compare("gemm_fp8_wgrad_accumulate", direction, extents, (TENSOR, TENSOR), dtype, one, accumulate_bf16)
+    compare("gemm_fp8_block_wgrad_accumulate", direction, extents, scalings, E4M3, one, accumulate_bf16)
 
 
 def main():

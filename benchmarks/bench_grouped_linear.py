@@ -1,5 +1,6 @@
 """te.GroupedLinear forward and backward (targets.py case 18): host and device splits, in bf16 beside torch's grouped_mm
-with the same rows, in FP8 beside its own bf16. Flops: 6 R N K over all groups. Routings: even, Zipf's.
+with the same rows, in FP8 beside its own bf16; `_cached`: with weights that are quantized once. Flops: 6 R N K over all
+groups. Routings: even, Zipf's.
 `_host`: the host's time of a forward and backward, for groups so small that the device is never the bottleneck;
 `_changing_host`: with another list in each call, as from a router."""
 
@@ -8,7 +9,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 from common import TORCH_DTYPES, Bench, Case, training_step
-from fp8 import RECIPES
+from fp8 import Quantized, pairs
 
 import transformer_engine.pytorch as te
 
@@ -27,15 +28,14 @@ def routing(kind, experts, rows):
 
 
 class Called(torch.nn.Module):
-    """A GroupedLinear with its splits, inside autocast if there is a recipe."""
+    """A GroupedLinear with its splits."""
 
-    def __init__(self, experts, splits, recipe=None):
+    def __init__(self, experts, splits):
         super().__init__()
-        self.experts, self.splits, self.recipe = experts, splits, recipe
+        self.experts, self.splits = experts, splits
 
-    def forward(self, x):
-        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            return self.experts(x, self.splits)
+    def forward(self, x, **told):
+        return self.experts(x, self.splits, **told)
 
 
 class Changing(Called):
@@ -98,12 +98,13 @@ def run(bench, shape, kind):
         bench.compare(case("grouped_linear_device_main_grad", dtype), {"ours": training_step(there), **peer}, sets)
         del adding, there
     there = torch.tensor(splits, device=bench.device)
-    for name, recipe in RECIPES.items():
+    for name, suffix, cached in pairs():
         for where, rows_of in (("", splits), ("_device", there)):
-            one = case(f"grouped_linear{where}_{name}", "fp8")
+            one = case(f"grouped_linear{where}_{name}{suffix}", "fp8")
             if bench.selects(one):
-                ours, plain = (training_step(Called(module, rows_of, how)) for how in (recipe, None))
-                bench.compare(one, {"ours": ours, "own bf16": plain}, sets)
+                plain = Called(module, rows_of)
+                ours = training_step(Quantized(plain, name, cached))
+                bench.compare(one, {"ours": ours, "own bf16": training_step(plain)}, sets)
 
 
 def run_host(bench, experts):

@@ -95,9 +95,7 @@ def run(bench, shape):
 
     def peers(step):
         found = {"torch eager": step(PlainMoE(moe))}
-        if bench.cuda:
-            found["torch compile"] = step(bench.compile(PlainMoE(moe)))
-        return found
+        return found | {name: step(peer) for name, peer in bench.compiled(lambda: PlainMoE(moe)).items()}
 
     def case(op, direction, dtype="bf16"):
         count = 0 if direction == "keeps" else flops(shape, direction)
@@ -150,9 +148,8 @@ def run_experts(bench, shape, experts, case):
 
     if bench.selects(one := case("grouped_mlp", STEP)):
         contenders = {"ours": step(experts, splits), "torch eager": step(PlainExperts(experts), offsets)}
-        if bench.cuda:
-            contenders["torch compile"] = step(bench.compile(PlainExperts(experts)), offsets)
-        bench.compare(one, contenders, sets)
+        compiled = bench.compiled(lambda: PlainExperts(experts))
+        bench.compare(one, contenders | {name: step(peer, offsets) for name, peer in compiled.items()}, sets)
 
 
 def run_host(bench, shape):

@@ -87,7 +87,7 @@ class Run:
         return Case(number, op, self.dtype, self.shape, direction, bytes=elements * self.element)
 
     def peers(self, eager, compiled):
-        return {"torch eager": eager} | ({"torch compile": self.bench.compile(compiled)} if self.bench.cuda else {})
+        return {"torch eager": eager} | self.bench.compiled(lambda: compiled)
 
     def forward(self):
         case, gamma, beta, rms = self.case("5", "", "forward", 2), self.gamma, self.beta, self.rms
@@ -166,9 +166,8 @@ class Run:
             return _C.normalization_bwd(dy, residual_grad, x, gamma, mean, rstd, rms, False, wanted)
 
         contenders = {"ours": ours, "torch eager": eager}
-        if self.bench.cuda:
-            compiled = self.bench.compile(backward_by_hand(rms))
-            contenders["torch compile"] = lambda dy, residual_grad, x, mean, rstd, y, parameters: compiled(
+        for name, run in self.bench.compiled(lambda: backward_by_hand(rms)).items():
+            contenders[name] = lambda dy, residual_grad, x, mean, rstd, y, parameters, run=run: run(
                 dy, residual_grad, x.detach(), gamma, mean, rstd
             )
         self.bench.compare(case, contenders, make)

@@ -3,7 +3,8 @@
 
 Bytes a parameter: every list that is read or written once. float32: gradient 4, weight, exp_avg, exp_avg_sq 8 each: 28.
 With a bfloat16 weight and its master 2 more; with a remainder instead of the master 28; bfloat16 moments 20; E4M3
-moments 16 (they are read twice: the rate shows the cost of their scale). Norm: 4. `_many` are as many parameters in
+moments 16 (they are read twice: the rate shows the cost of their scale). Norm: 4. `_capturable`: lr and the number of
+the step are read from the device, as in a captured step, beside numbers of the host. `_many` are as many parameters in
 10^4 tensors, in a graph; `_host` the host's time of an eager step of these, a tensor."""
 
 import time
@@ -52,6 +53,26 @@ def stepper():
     return step
 
 
+def capturable(bench, n):
+    """lr and the step's number on the device, and ours and torch's with them; the number is increased there."""
+    case = Case("26", "adamw_capturable", "fp32", (n,), "step", bytes=28 * n)
+    if not bench.selects(case):
+        return
+    given, plain = lists(bench, n, "fp32", "fp32", None), stepper()
+    options = OPTIONS | {
+        "lr": torch.full((1,), OPTIONS["lr"], device=bench.device),
+        "step": torch.zeros(1, dtype=torch.int32, device=bench.device),
+    }
+
+    def step(*tensors):
+        options["step"].add_(1)
+        functional.optimizer_adam(*([t] for t in tensors), **options)
+
+    fused = torch_fused(given[:1], capturable=bench.cuda)  # torch has it on a GPU alone
+    contenders = {"ours": step, "own by numbers": lambda *tensors: plain(*([t] for t in tensors))}
+    bench.compare(case, contenders | {"torch fused": lambda *_: fused()}, lambda: given)
+
+
 def step_of(optimizer, grads, **options):
     """A step of an optimizer over its own parameters with these gradients."""
     parameters = [torch.nn.Parameter(torch.randn_like(g)) for g in grads]
@@ -61,8 +82,8 @@ def step_of(optimizer, grads, **options):
     return optimizer(parameters, lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"], **options).step
 
 
-def torch_fused(grads):
-    return step_of(torch.optim.AdamW, grads, fused=True)
+def torch_fused(grads, **options):
+    return step_of(torch.optim.AdamW, grads, fused=True, **options)
 
 
 def fp8_moments(bench, n):
@@ -139,6 +160,7 @@ def host(bench, tensors, size):
 
 def on_cpu(bench):
     flat(bench, CPU_PARAMETERS, "adamw")
+    capturable(bench, CPU_PARAMETERS)
     norm(bench, CPU_PARAMETERS)
     case = Case("26", "adamw_many", "fp32", (CPU_TENSORS, CPU_SIZE), "step", bytes=28 * CPU_TENSORS * CPU_SIZE)
     if bench.selects(case):
@@ -155,6 +177,7 @@ def main():
         return bench.finish()
     for op in LAYOUTS:
         flat(bench, PARAMETERS, op)
+    capturable(bench, PARAMETERS)
     fp8_moments(bench, PARAMETERS)
     norm(bench, PARAMETERS)
     many(bench, PARAMETERS, TENSORS)

@@ -45,8 +45,7 @@ def run(bench, dtype, shape):
         return plain(q, k, cos, sin)
 
     def peers():
-        compiled = {"torch compile": bench.compile(eager)} if bench.cuda else {}
-        return {"torch eager": eager} | compiled
+        return {"torch eager": eager} | bench.compiled(lambda: eager)
 
     case = Case("20", "rope", dtype, columns, "forward", bytes=one_pass)
     if bench.selects(case):

@@ -60,8 +60,7 @@ def run(bench, dtype, shape):
     if bench.selects(case):
         args = (None, topk, False, 0, 0, 1.0, "softmax", "bytes")
         contenders = {"ours": lambda x: _C.router_topk(x, *args), "torch eager": eager}
-        if bench.cuda:
-            contenders["torch compile"] = bench.compile(eager)
+        contenders |= bench.compiled(lambda: eager)
         bench.compare(case, contenders, lambda: (bench.randn(tokens, experts, dtype=dtype),))
 
     case = Case("27", "router_module", dtype, shape, "forward+backward", bytes=2 * size)

@@ -1,14 +1,18 @@
 """te.TransformerLayer at Llama-3-8B's size, forward and backward, against the same layer in plain PyTorch, eager and
-compiled; what each keeps for backward; host time at a small size; attention's backends (targets.py case 24).
+compiled; what each keeps for backward; host time at a small size; attention's backends (targets.py case 24). In FP8
+`_cached`: with weights that are quantized once. `_deterministic`: under torch.use_deterministic_algorithms without its
+filling of new memory, all contenders but `own`.
 
 Flops: 6 T for each weight element, and 3 * 4 * T^2 / 2 * heads * head_dim for causal attention; norms, rotary
 embedding and activation are not counted. The peers' attention prefers cuDNN's kernels, as ours does."""
+
+import os
 
 import bench_tune
 import torch
 import torch.nn.functional as F
 from common import TORCH_DTYPES, Bench, Case, keeps_mib, training_step
-from fp8 import RECIPES, Quantized
+from fp8 import Quantized, pairs
 from plain import Layer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,7 +21,9 @@ import transformer_engine.pytorch as te
 # seq, batch, hidden, ffn_hidden, heads, key-value heads
 GPU = ("bf16", (8192, 1, 4096, 14336, 32, 8))
 CPU = ("fp32", (256, 1, 256, 704, 8, 2))
+CPU_FP8 = (32, 1, 64, 96, 4, 2)
 SMALL = (16, 1, 256, 512, 4, 2)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the default size, which `_deterministic` has to name
 BACKENDS = {
     "torch cudnn": SDPBackend.CUDNN_ATTENTION,
     "torch flash": SDPBackend.FLASH_ATTENTION,
@@ -53,8 +59,22 @@ class Rotated(torch.nn.Module):
         self.layer = layer
         self.register_buffer("angles", angles)
 
-    def forward(self, x):
-        return self.layer(x, rotary_pos_emb=self.angles)
+    def forward(self, x, **told):
+        return self.layer(x, rotary_pos_emb=self.angles, **told)
+
+
+def deterministic(step):
+    """A step whose kernels repeat their bits."""
+
+    def run(*args):
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            step(*args)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
 
 
 def layer_flops(size):
@@ -70,8 +90,7 @@ def layers(bench, dtype, size):
     angles = te.RotaryPositionEmbedding(hidden // heads).to(bench.device)(seq)
     mine = Rotated(ours(size, bench.device, torch_dtype), angles)
     peers = {"torch eager": Layer(size, angles, device=bench.device, dtype=torch_dtype)}
-    if bench.cuda:
-        peers["torch compile"] = bench.compile(Layer(size, angles, device=bench.device, dtype=torch_dtype))
+    peers |= bench.compiled(lambda: Layer(size, angles, device=bench.device, dtype=torch_dtype))
     frugal = Rotated(ours(size, bench.device, torch_dtype, recompute_norm_output=True), angles)
     variants = {"transformer_layer_recompute_norm": {"ours": frugal, f"own {dtype}": mine}}
     variants["transformer_layer"] = {"ours": mine} | peers
@@ -82,14 +101,18 @@ def layers(bench, dtype, size):
     case = Case("24", "transformer_layer_tuned", dtype, shape, "forward+backward", flops=layer_flops(size))
     if bench.cuda and bench.selects(case):
         bench_tune.compare(bench, case, mine, sets, peers)
+    case = Case("24", "transformer_layer_deterministic", dtype, shape, "forward+backward", flops=layer_flops(size))
+    if bench.selects(case):
+        steps = {"ours": deterministic(training_step(mine)), f"own {dtype}": training_step(mine)}
+        bench.compare(case, steps | {"torch eager": deterministic(training_step(peers["torch eager"]))}, sets)
     for op, modules in variants.items():
         case = Case("24", op, dtype, shape, "forward+backward", flops=layer_flops(size))
         if bench.selects(case):
             bench.compare(case, {name: training_step(module) for name, module in modules.items()}, sets)
         case = Case("24", op, dtype, shape, "keeps")
         if bench.selects(case):
-            kept = {name: keeps_mib(module, sets()[0]) for name, module in modules.items() if name != "torch compile"}
-            bench.record(case, kept, "MiB")
+            plain = {name: module for name, module in modules.items() if "compile" not in name}
+            bench.record(case, {name: keeps_mib(module, sets()[0]) for name, module in plain.items()}, "MiB")
 
 
 def layers_fp8(bench, size):
@@ -100,13 +123,14 @@ def layers_fp8(bench, size):
     def sets():
         return bench.randn(seq, batch, hidden, dtype="bf16", grad=True), bench.randn(seq, batch, hidden, dtype="bf16")
 
-    for name in RECIPES:
-        op, module, shape = f"transformer_layer_{name}", Quantized(plain, name), (seq, batch, hidden)
+    for name, suffix, cached in pairs():
+        op, shape = f"transformer_layer_{name}{suffix}", (seq, batch, hidden)
+        module = Quantized(plain, name, cached)
         case = Case("24", op, "fp8", shape, "forward+backward", flops=layer_flops(size))
         if bench.selects(case):
             bench.compare(case, {"ours": training_step(module), "own bf16": training_step(plain)}, sets)
         case = Case("24", op, "fp8", shape, "keeps")
-        if bench.selects(case):
+        if not cached and bench.selects(case):
             kept = {"ours": keeps_mib(module, sets()[0]), "own bf16": keeps_mib(plain, sets()[0])}
             bench.record(case, kept, "MiB")
 
@@ -170,8 +194,8 @@ def main():
     bench = Bench(__doc__)
     dtype, size = GPU if bench.cuda else CPU
     layers(bench, dtype, size)
+    layers_fp8(bench, size if bench.cuda else CPU_FP8)
     if bench.cuda:
-        layers_fp8(bench, size)
         attention(bench, dtype, size)
         host(bench, dtype, SMALL)
     bench.finish()

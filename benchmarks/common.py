@@ -21,8 +21,9 @@ timed in the same process, or has no row. A case that names bytes is also timed 
 `ratio` on that row of ours is the fraction of it. Names: op, shape and direction are those of `targets.TARGETS`; a
 measured autograd node (not the bare kernel) ends in `_module`.
 
-Method: timing.py. Columns and TE_COMMIT: rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR
-(merge them later with `report.py --merge FILE...`)."""
+Method: timing.py; cases that count flops are timed sustained, or with --burst as the others. Columns and TE_COMMIT:
+rows.py. Results go to benchmarks/results/<device>.csv, or to --results DIR (merge them later with `report.py --merge
+FILE...`)."""
 
 import argparse
 import dataclasses
@@ -31,12 +32,15 @@ import sys
 import traceback
 
 import numpy as np
+import nvml
 import rows as table
 import timing
 import torch
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 COLUMNS = ("case", "op", "impl", "dtype", "shape", "direction", "p20", "p50", "p80", "unit", "peer", "ratio")
+COLUMNS += ("timing", "sm_mhz", "watts")
+FASTEST = "max-autotune-no-cudagraphs"  # of torch.compile's modes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,44 +75,61 @@ class Bench:
         default = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parser.add_argument("--device", type=torch.device, default=torch.device(default))
         parser.add_argument("--results", type=pathlib.Path, default=table.RESULTS, help="folder the rows go to")
-        parser.add_argument("--only", default="", help="only cases whose 'case op dtype shape direction' contains this")
+        parser.add_argument(
+            "--only",
+            default="",
+            help="only cases whose 'case op dtype shape direction' contains this, or one of A,B,...",
+        )
         parser.add_argument("--ours", action="store_true", help="without the peers")
+        parser.add_argument("--burst", action="store_true", help="no case is timed sustained")
+        parser.add_argument("--no-autotune", action="store_true", help=f"without torch.compile's {FASTEST}")
+        parser.add_argument("--samples", type=int, help="of each contender; each default is one of timing.py's")
         if options is not None:
             options(parser)
         args = self.options = parser.parse_args()
-        self.device, self._only, self._failed, self._ours = args.device, args.only, [], args.ours
+        self.device, self._only, self._failed, self._ours = args.device, args.only.split(","), [], args.ours
         stem, self._machine = table.machine(self.device)  # first: a run that cannot be named is not started
         self.folder, self._path = args.results, args.results / f"{stem}.csv"
         self.cuda = self.device.type == "cuda"
+        self._gauge = nvml.Gauge(self.device)
         torch.manual_seed(0)
 
     def selects(self, case):
-        return self._only in " ".join(case.columns().values())
+        name = " ".join(case.columns().values())
+        return any(part in name for part in self._only)
 
     def randn(self, *shape, dtype, grad=False):
         """N(0, 1) on the device: zeros would flatter a GEMM by 13%."""
         return torch.randn(shape, device=self.device, dtype=TORCH_DTYPES[dtype], requires_grad=grad)
 
-    def compile(self, function):
+    def compile(self, function, mode=None):
         """The torch.compile peer, specialised to its shapes; a fresh cache, so that no case reaches a recompile
         limit."""
         torch.compiler.reset()
-        return torch.compile(function, dynamic=False)
+        return torch.compile(function, dynamic=False, mode=mode)
 
-    def compare(self, case, contenders, make):
-        """Device time on CUDA, wall time on a CPU; appends and prints the rows, returns {impl: p50 in us}."""
-        contenders, sampler = dict(contenders), timing.cuda_sampler if self.cuda else timing.cpu_sampler
+    def compiled(self, make):
+        """torch.compile's peers on CUDA, in its default mode and its fastest, of make(), a function or a module."""
+        modes = {"torch compile": None} if self.cuda else {}
+        if self.cuda and not self.options.no_autotune:
+            modes["torch compile autotuned"] = FASTEST
+        return {name: self.compile(make(), mode) for name, mode in modes.items()}
+
+    def compare(self, case, contenders, make, prepare=None):
+        """Device time on CUDA, wall time on a CPU; appends and prints the rows, returns {impl: p50 in us}. prepare: is
+        called with the inputs before each call, untimed, where contenders write over them."""
+        contenders = dict(contenders)
         if case.bytes:
             contenders["copy_"] = self._copy(case.bytes)
-        rounds = timing.CUDA_ROUNDS if self.cuda else timing.CPU_ROUNDS
-        return self._measure(case, contenders, make, sampler, rounds)
+        if prepare is not None:
+            return self._measure(case, contenders, make, "prepared", prepare=prepare)
+        if case.flops and not self.options.burst:
+            return self._measure(case, contenders, make, "sustained")
+        return self._measure(case, contenders, make, "burst" if self.cuda else "wall")
 
     def compare_host(self, case, contenders, make):
         """As compare, but the host's wall time per call; on a CPU that includes the computing."""
-        sampler, rounds = (
-            (timing.host_sampler, timing.CUDA_ROUNDS) if self.cuda else (timing.cpu_sampler, timing.CPU_ROUNDS)
-        )
-        return self._measure(case, contenders, make, sampler, rounds, turns=1)
+        return self._measure(case, contenders, make, "host" if self.cuda else "wall", turns=1)
 
     def record(self, case, figures, unit):
         """Appends figures that are counted, not sampled ({impl: value}, for example bytes kept in MiB)."""
@@ -130,30 +151,53 @@ class Bench:
         sets = timing.rotate(make, self.device)
         return lambda source, target: target.copy_(source), sets
 
-    def _measure(self, case, contenders, make, sampler, rounds, turns=None):
+    def _sampler(self, kind, run, sets, prepare):
+        """Warms `run` up; returns what takes one sample of it."""
+        if kind == "prepared":
+            return timing.prepared_sampler(run, sets, prepare)
+        if not self.cuda:
+            return timing.cpu_sampler(run, sets, timing.SUSTAINED_S if kind == "sustained" else timing.CPU_ROUND_S)
+        if kind == "sustained":
+            return timing.Sustained(run, sets, self._gauge)
+        return (timing.host_sampler if kind == "host" else timing.cuda_sampler)(run, sets)
+
+    def _rounds(self, kind):
+        if self.options.samples:
+            return self.options.samples
+        if not self.cuda:
+            return timing.CPU_ROUNDS
+        return timing.SUSTAINED_ROUNDS if kind == "sustained" else timing.CUDA_ROUNDS
+
+    def _measure(self, case, contenders, make, kind, turns=None, prepare=None):
+        """kind: a timing of rows.py."""
         contenders = {name: run for name, run in contenders.items() if name == "ours" or not self._ours}
         sets = [make() for _ in range(turns)] if turns else timing.rotate(make, self.device)
         samplers, samples = {}, {}
         with torch.set_grad_enabled(case.direction == "forward+backward"):
             for name, run in contenders.items():
-                run, own_sets = run if isinstance(run, tuple) else (run, sets)
+                alone = isinstance(run, tuple)  # with input sets of its own, which it does not write over
+                run, own_sets = run if alone else (run, sets)
                 try:
-                    samplers[name] = sampler(run, own_sets)
+                    samplers[name] = self._sampler("burst" if alone and prepare else kind, run, own_sets, prepare)
                 except Exception:
                     if name == "ours":
                         raise
                     traceback.print_exc()
                     self._failed.append(f"{name}: {' '.join(case.columns().values())}")
-            samples.update(timing.interleave(samplers, rounds))
-        return self._write(case, {name: samples[name] for name in contenders if name in samples}, "us")
+            samples.update(timing.interleave(samplers, self._rounds(kind)))
+        readings = {name: getattr(one, "readings", []) for name, one in samplers.items()}
+        return self._write(case, {name: samples[name] for name in contenders if name in samples}, "us", kind, readings)
 
-    def _write(self, case, samples, unit):
+    def _write(self, case, samples, unit, kind="", readings=None):
+        """Appends and prints the rows. kind: a timing of rows.py; readings: {impl: [(MHz, W), ...]}."""
         points = {name: [table.number(p) for p in np.percentile(s, [20, 50, 80])] for name, s in samples.items()}
         count = case.bytes or case.flops or round(2**20 * float(points["ours"][1]))
-        base = dict(**case.columns(), unit=unit, bytes_or_flops=count, **self._machine, date=table.now())
+        base = dict(**case.columns(), unit=unit, bytes_or_flops=count, **self._machine, date=table.now(), timing=kind)
         rows = []
         for name, (p20, p50, p80) in points.items():
-            row = dict(base, impl=name, p20=p20, p50=p50, p80=p80, peer="", ratio="")
+            row = dict(base, impl=name, p20=p20, p50=p50, p80=p80, peer="", ratio="", sm_mhz="", watts="")
+            if readings and readings.get(name):
+                row["sm_mhz"], row["watts"] = (table.number(float(one)) for one in np.median(readings[name], 0))
             peers = [peer for peer in points if peer != "ours"] if name == "ours" else []
             for peer in peers:
                 rows.append(dict(row, peer=peer, ratio=table.number(float(points[peer][1]) / float(p50))))

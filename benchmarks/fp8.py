@@ -13,12 +13,21 @@ RECIPES = {
 
 
 class Quantized(torch.nn.Module):
-    """`module` called inside autocast with a recipe; weights are quantized in every step."""
+    """`module` called inside autocast with a recipe; weights are quantized in every step, or in the first one alone if
+    they are cached, as for the microbatches of a step."""
 
-    def __init__(self, module, name):
+    def __init__(self, module, name, cached=False):
         super().__init__()
-        self.module, self.recipe = module, RECIPES[name]
+        self.module, self.recipe, self.is_first = module, RECIPES[name], True if cached else None
 
     def forward(self, *args):
+        told = {} if self.is_first is None else {"is_first_microbatch": self.is_first}
         with te.autocast(recipe=self.recipe):
-            return self.module(*args)
+            result = self.module(*args, **told)
+        self.is_first = self.is_first and False  # None stays
+        return result
+
+
+def pairs():
+    """(recipe, suffix of the op, whether weights are cached) of each row in FP8."""
+    return [(name, suffix, cached) for suffix, cached in (("", False), ("_cached", True)) for name in RECIPES]

@@ -92,9 +92,9 @@ class RankBench(Bench):
     def record(self, case, figures, unit):
         self._write(case, self.largest({name: [value] for name, value in figures.items()}), unit)
 
-    def _write(self, case, samples, unit):
+    def _write(self, case, samples, unit, kind="", readings=None):
         if self.rank == 0:
-            return super()._write(case, samples, unit)
+            return super()._write(case, samples, unit, kind, readings)
         return {name: float(torch.tensor(values).median()) for name, values in samples.items()}
 
     def memory(self):

@@ -1,15 +1,18 @@
 """Prints every case beside its target, and the cases that miss it; uses the newest row of each case and runs nothing.
+A row that was timed sustained is preferred to bursts. FP8 that is slower than its own bf16 is short, whatever its
+target is, and without a target too.
 
 python benchmarks/report.py                  the table of all targets, then the missed ones
 python benchmarks/report.py --markdown       docs/reference/results.md: the measured ones as a table
 python benchmarks/report.py --merge FILE...  first adds the rows that another machine wrote (h200.csv, ...)"""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
 import rows as table
-from targets import TARGETS
+from targets import OWN, TARGETS, Target
 
 WIDTHS = (4, 33, 5, 18, 17, 36, 11, 11, 13, 10)
 
@@ -23,7 +26,7 @@ def measured(target, rows):
         own = [row for row in own if row["peer"] == peer]
     if not own:
         return None
-    row = max(own, key=lambda row: row["date"])
+    row = max(own, key=lambda row: (row["timing"] == "sustained", row["date"]))
     if peer:
         return float(row["ratio"]), row
     if target.measure == "GB/s":
@@ -35,18 +38,39 @@ def measured(target, rows):
     return float(row["p50"]), row
 
 
+def unbound(files):
+    """A target for each case in FP8 that was measured beside its own bf16 and has none over it."""
+    over = f"x {OWN}"
+    bound = {dataclasses.replace(target, bound=1.0) for target in TARGETS if target.measure == over}
+    found = {}
+    for device, rows in files.items():
+        for row in rows:
+            if row["dtype"] == "fp8" and row["peer"] == OWN and row["unit"] == "us":
+                keys = (row[key] for key in ("case", "op", "dtype", "shape", "direction"))
+                found[Target(*keys, over, 1.0, device)] = None
+    return [target for target in found if target not in bound]
+
+
+def is_slower(target, value):
+    """Whether the value is FP8's speed over its own bf16, and below 1."""
+    return target.dtype == "fp8" and target.measure == f"x {OWN}" and target.direction != "keeps" and value < 1
+
+
 def judge(results):
     """One line per target: (target, value or None, row or None, verdict)."""
-    files = {path.stem: table.load(path) for path in results.glob("*.csv")}
+    files = {path.stem: table.load(path) for path in sorted(results.glob("*.csv"))}
     lines = []
-    for target in TARGETS:
+    for target in [*TARGETS, *unbound(files)]:
         found = measured(target, files.get(target.device, []))
         if found is None:
             lines.append((target, None, None, "not measured"))
             continue
         value, row = found
         short = abs(value / target.bound - 1)
-        lines.append((target, value, row, "met" if target.met(value) else f"short by {100 * short:.1f}%"))
+        verdict = "met" if target.met(value) else f"short by {100 * short:.1f}%"
+        if is_slower(target, value):
+            verdict = f"short, slower than bf16 by {100 * (1 / value - 1):.1f}%"
+        lines.append((target, value, row, verdict))
     return lines
 
 
@@ -92,13 +116,13 @@ timed in one process and interleaved. Each line is the newest row of its case in
 def print_markdown(lines):
     print(HEAD)
     print("| case | work | device | measure | target | measured |\n|---|---|---|---|---|---|")
-    for target, value, row, _ in lines:
+    for target, value, row, verdict in lines:
         if row:
             work = f"{target.op} {target.dtype} {target.shape} {target.direction}"
             over = "memory, times less than " if target.direction == "keeps" else "speed over "
             measure = target.measure.replace("x ", over)
             got = show(value, target.measure)
-            got = got if target.met(value) else f"**{got}** (short)"
+            got = got if verdict == "met" else f"**{got}** ({verdict.partition(' by ')[0]})"
             print(f"| {target.case} | {work} | {row['gpu']} | {measure} | {bound(target)} | {got} |")
 
 

@@ -1,6 +1,9 @@
 """The rows of benchmarks/results/<device>.csv: columns, place of measurement, reading and appending.
 
 Refuses to write a row that does not name the commit it measured. Needs no torch to read rows.
+timing: how each time was sampled (timing.py); sm_mhz, watts: medians of the GPU's clock and power meanwhile. They are
+empty for counts, without a GPU's readings, and in rows of before these columns, which were bursts; a file without the
+columns gets them when rows are added.
 Environment: TE_COMMIT names that commit if there is no git checkout (a copied tree on another machine); it takes
 precedence over git."""
 
@@ -14,13 +17,17 @@ import re
 import subprocess
 
 HEADER_LINE = (
-    "case,op,impl,dtype,shape,direction,p20,p50,p80,unit,bytes_or_flops,peer,ratio,gpu,driver,cuda,torch,commit,date"
+    "case,op,impl,dtype,shape,direction,p20,p50,p80,unit,bytes_or_flops,peer,ratio,gpu,driver,cuda,torch,commit,date,"
+    "timing,sm_mhz,watts"
 )
 HEADER = HEADER_LINE.split(",")
+OLD_HEADER = HEADER[:-3]
 DTYPES = ("fp32", "fp16", "bf16", "fp8")
 DIRECTIONS = ("forward", "backward", "forward+backward", "step", "keeps")
 UNITS = ("us", "MiB", "nats")
-KNOWN = (("dtype", DTYPES), ("direction", DIRECTIONS), ("unit", UNITS))
+TIMINGS = ("", "burst", "sustained", "prepared", "wall", "host")
+KNOWN = (("dtype", DTYPES), ("direction", DIRECTIONS), ("unit", UNITS), ("timing", TIMINGS))
+OPTIONAL = ("peer", "ratio", "timing", "sm_mhz", "watts")
 NUMBERS = ("p20", "p50", "p80", "bytes_or_flops")
 RUN = ("case", "op", "dtype", "shape", "direction", "gpu", "commit", "date")  # the columns that rows of one run share
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
@@ -91,21 +98,28 @@ def number(value):
 def append(path, rows):
     """Adds rows (dicts with exactly the header's keys) to the file, which it creates if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
+    there = _read(path) if path.exists() else (None, [])
+    new = there[0] != HEADER
+    with path.open("w" if new else "a", newline="") as file:
         writer = csv.DictWriter(file, HEADER, lineterminator="\n")
         if new:
             writer.writeheader()
+            writer.writerows(there[1])
         writer.writerows(rows)
+
+
+def _read(path):
+    """(the header, the rows with the keys of today's)"""
+    with pathlib.Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames not in (HEADER, OLD_HEADER):
+            raise ValueError(f"{path}: header is {reader.fieldnames}; wanted {HEADER}")
+        return reader.fieldnames, [{key: row.get(key, "") for key in HEADER} for row in reader]
 
 
 def load(path):
     """The rows of one file, as dicts of strings, in file order."""
-    with pathlib.Path(path).open(newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != HEADER:
-            raise ValueError(f"{path}: header is {reader.fieldnames}; wanted {HEADER}")
-        return list(reader)
+    return _read(path)[1]
 
 
 def rate(row):
@@ -121,8 +135,9 @@ def faults(rows):
         found += [
             f"{name}: {key} is {row[key]!r}; wanted one of {known}" for key, known in KNOWN if row[key] not in known
         ]
-        found += [f"{name}: {key} is empty" for key in HEADER if not row[key] and key not in ("peer", "ratio")]
+        found += [f"{name}: {key} is empty" for key in HEADER if not row[key] and key not in OPTIONAL]
         figures = [key for key in NUMBERS if not _positive(row[key])]
+        figures += [key for key in ("sm_mhz", "watts") if row[key] and not _positive(row[key])]
         found += [f"{name}: {key} is {row[key]!r}; wanted a finite number above 0" for key in figures]
         if not figures and not float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]):
             found.append(f"{name}: p20 <= p50 <= p80 does not hold")

@@ -1,10 +1,15 @@
 """Times contenders round by round in one process. It does not average: it returns one figure per sample, in us.
 
-Device time (CUDA). Each sample is one batch of calls between two events, queued after a spin kernel so that the host's
-launch cost stays outside; calls under 20 us run as a captured graph of at least 20. Inputs rotate through `sets`, and
-the outputs of one turn stay alive, so nothing is read or written twice within one L2's worth of traffic.
-CPU. Each sample repeats the call for at least 50 ms of wall time.
-Host time (CUDA). Wall time per call of a batch, with one wait at its end."""
+Sustained (products, modules, layers). Each sample is at least 100 ms of calls back to back, so that the device works at
+the clocks and the power of a training step; the SM clock and the power are read meanwhile (nvml.py). On a CPU the same
+by wall time.
+Burst (CUDA: what memory's rate bounds). Each sample is one batch of calls between two events, queued after a spin
+kernel so that the host's launch cost stays outside; calls under 20 us run as a captured graph of at least 20. Inputs
+rotate through `sets`, and the outputs of one turn stay alive, so nothing is read or written twice within one L2's worth
+of traffic. Single calls after an idle spin run at clocks that no training step has: products took 2 to 17 % less time.
+Prepared. Each call writes over its input: it gets fresh values before, untimed.
+Wall (CPU). Each sample repeats the call for at least 50 ms of wall time.
+Host (CUDA). Wall time per call of a batch, with one wait at its end."""
 
 import collections
 import itertools
@@ -20,6 +25,9 @@ MAX_GRAPH_CALLS = 256
 CUDA_ROUNDS = 51
 CPU_ROUNDS = 5
 CPU_ROUND_S = 0.05
+SUSTAINED_S = 0.1  # a sample's calls, back to back
+SUSTAINED_ROUNDS = 11
+READ_S = 0.004  # between two readings of clock and power
 HOST_CALLS = 100
 WARM_S = 0.1
 
@@ -92,11 +100,77 @@ def cuda_sampler(run, sets):
     return lambda: _device_us(graph.replay, 100.0) / calls
 
 
-def cpu_sampler(run, sets):
+class Sustained:
+    """Takes one sample of `run` in us per call, of at least SUSTAINED_S of calls back to back. readings: clock and
+    power, as gauge.read() finds them during the samples."""
+
+    def __init__(self, run, sets, gauge):
+        self._turns, self._gauge, self.readings = Turns(run, sets), gauge, []
+        _warm(self._turns, sets)
+        torch.cuda.synchronize()
+        host_us = _wall_us(lambda: self._turns(10))
+        self._calls = math.ceil(1e6 * SUSTAINED_S * 10 / _device_us(lambda: self._turns(10), host_us))
+
+    def __call__(self):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._turns(self._calls)
+        stop.record()
+        while not stop.query():  # the host has queued all of it, and is ahead
+            reading = self._gauge.read()
+            if reading is not None:
+                self.readings.append(reading)
+            time.sleep(READ_S)
+        return 1e3 * start.elapsed_time(stop) / self._calls
+
+
+def prepared_sampler(run, sets, prepare):
+    """Returns a function that takes one sample of `run` in us per call; prepare(*inputs) comes before each call,
+    untimed. Then other memory is read, so that the L2 holds nothing of it."""
+    cuda = sets[0][0].is_cuda
+    other = torch.ones(2 * L2_BYTES if cuda else 1, dtype=torch.uint8, device=sets[0][0].device)
+    turns = itertools.cycle(sets)
+
+    def one(clock):
+        args = next(turns)
+        prepare(*args)
+        other.max()
+        start = clock()
+        run(*args)
+        return start, clock()
+
+    def on_cpu():
+        start, stop = one(time.perf_counter)
+        return 1e6 * (stop - start)
+
+    def event():
+        made = torch.cuda.Event(enable_timing=True)
+        made.record()
+        return made
+
+    def on_cuda():
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2000 * 1.5 * host_us))
+        pairs = [one(event) for _ in range(calls)]
+        torch.cuda.synchronize()
+        return 1e3 * sum(start.elapsed_time(stop) for start, stop in pairs) / calls
+
+    for _ in range(3):
+        one(time.perf_counter)
+    if not cuda:
+        return on_cpu
+    calls, host_us = 1, 1000.0
+    device_us = on_cuda()
+    calls = min(20, math.ceil(BATCH_US / device_us))
+    host_us = 100.0 + _wall_us(lambda: [one(event) for _ in range(calls)])
+    return on_cuda
+
+
+def cpu_sampler(run, sets, seconds=CPU_ROUND_S):
     """Warms `run` up; returns a function that takes one sample of its wall time in us per call."""
     turns = Turns(run, sets)
     turns(2)
-    repeats = max(1, math.ceil(1e6 * CPU_ROUND_S / _wall_us(lambda: turns(1))))
+    repeats = max(1, math.ceil(1e6 * seconds / _wall_us(lambda: turns(1))))
     return lambda: _wall_us(lambda: turns(repeats)) / repeats
 
 

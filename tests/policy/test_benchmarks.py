@@ -15,9 +15,10 @@ import pytest
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.csv"))
-HEADER = (
+OLD_HEADER = (
     "case,op,impl,dtype,shape,direction,p20,p50,p80,unit,bytes_or_flops,peer,ratio,gpu,driver,cuda,torch,commit,date"
 )
+HEADER = f"{OLD_HEADER},timing,sm_mhz,watts"
 
 
 def load(name):
@@ -43,6 +44,7 @@ def good_rows():
     base = {"case": "1", "op": "swiglu", "dtype": "bf16", "shape": "16384x14336", "direction": "forward", "unit": "us"}
     base |= {"bytes_or_flops": "1409286144", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0"}
     base |= {"commit": "abc1234", "date": "2026-11-21T00:00:00Z", "peer": "", "ratio": ""}
+    base |= {"timing": "burst", "sm_mhz": "1980", "watts": "512.5"}
     times = {"ours": 350.0, "torch compile": 346.5, "copy_": 332.5}
     made = []
     for impl, time in times.items():
@@ -61,7 +63,7 @@ def write(path, content):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_rows(path):
-    assert path.read_text().partition("\n")[0] == HEADER
+    assert path.read_text().partition("\n")[0] in (HEADER, OLD_HEADER)
     content = rows.load(path)
     assert content and rows.faults(content) == []
     assert all(not row["commit"].endswith("-dirty") for row in content)
@@ -74,7 +76,8 @@ def test_good_rows_have_no_faults():
 @pytest.mark.parametrize(
     "column, value",
     [("p50", "nan"), ("p50", "0"), ("p20", "999"), ("dtype", "float32"), ("direction", "fwd"), ("unit", "ms")]
-    + [("commit", ""), ("bytes_or_flops", "many"), ("ratio", "1.5"), ("ratio", ""), ("peer", "")],
+    + [("commit", ""), ("bytes_or_flops", "many"), ("ratio", "1.5"), ("ratio", ""), ("peer", "")]
+    + [("timing", "quick"), ("sm_mhz", "-1"), ("watts", "nan")],
     ids=lambda value: value or "empty",
 )
 def test_faults_are_found(column, value):
@@ -96,6 +99,16 @@ def test_a_foreign_header_is_refused(tmp_path):
         rows.load(path)
 
 
+def test_rows_of_before_the_gpus_readings_are_read_and_kept(tmp_path):
+    path, added = tmp_path / "h200.csv", {"timing": "", "sm_mhz": "", "watts": ""}
+    lines = [",".join(row[key] for key in OLD_HEADER.split(",")) for row in good_rows()]
+    path.write_text("\n".join([OLD_HEADER, *lines, ""]))
+    old = [row | added for row in good_rows()]
+    assert rows.load(path) == old and rows.faults(old) == []
+    rows.append(path, good_rows())
+    assert path.read_text().partition("\n")[0] == HEADER and rows.load(path) == [*old, *good_rows()]
+
+
 def test_targets_are_unique_and_well_named():
     assert collections.Counter(targets.TARGETS).most_common(1)[0][1] == 1
     for target in targets.TARGETS:
@@ -107,7 +120,7 @@ def test_report_lists_every_target_on_the_committed_results():
     report = run(BENCHMARKS / "report.py")
     assert report.returncode == 0, report.stderr
     lines = report.stdout.split("\n\n")[0].splitlines()[1:]
-    assert len(lines) == len(targets.TARGETS)
+    assert len(lines) >= len(targets.TARGETS) and all("fp8" in line for line in lines[len(targets.TARGETS) :])
     assert run(BENCHMARKS / "report.py", "--markdown").returncode == 0
 
 
@@ -144,6 +157,38 @@ def test_report_judges_the_newest_run(tmp_path):
     assert f"{total} targets: 1 met, 1 short, {total - 2} not measured" in report.stdout
     assert "GB/s 4027, wanted >= 4100 (short by 1.8%)" in report.stdout
     assert "x torch compile" in report.stdout and "0.990" in report.stdout
+
+
+def fp8_rows(op, shape, ratio, **columns):
+    """A step in FP8 and its own bf16."""
+    base = good_rows()[0] | {"case": "18", "op": op, "dtype": "fp8", "shape": shape, "direction": "forward+backward"}
+    base |= {"p20": "100", "p50": "100", "p80": "100", "peer": "own bf16", "ratio": str(ratio)} | columns
+    peer = {key: str(ratio * 100) for key in ("p20", "p50", "p80")}
+    return [base, base | peer | {"impl": "own bf16", "peer": "", "ratio": ""}]
+
+
+def test_fp8_slower_than_bf16_is_short_whatever_its_target_is(tmp_path):
+    """Mutants: judge() that trusts the target, unbound() that returns nothing."""
+    low = [t for t in targets.TARGETS if t.dtype == "fp8" and t.measure == "x own bf16" and t.bound < 0.98]
+    own = {(t.op, t.shape) for t in targets.TARGETS}
+    assert low and ("fresh_fp8", "1x2") not in own
+    content = [row | {"case": low[0].case, "op": low[0].op, "shape": low[0].shape} for row in fp8_rows("", "", 0.99)]
+    content += fp8_rows("fresh_fp8", "1x2", 0.5) + fp8_rows("fast_fp8", "1x2", 1.5)
+    write(tmp_path / f"{low[0].device}.csv", content)
+    report = run(BENCHMARKS / "report.py", "--results", tmp_path)
+    assert report.returncode == 0, report.stderr
+    assert "1 met, 2 short" in report.stdout
+    assert re.search(rf"{low[0].op} .* x own bf16 0\.990, .*slower than bf16 by 1\.0%", report.stdout)
+    assert re.search(r"fresh_fp8 .* x own bf16 0\.500, .*slower than bf16 by 100\.0%", report.stdout)
+    page = run(BENCHMARKS / "report.py", "--results", tmp_path, "--markdown").stdout
+    assert page.count("(short, slower than bf16)") == 2
+
+
+def test_a_sustained_row_is_judged_before_newer_bursts(tmp_path):
+    content = fp8_rows("fresh_fp8", "1x2", 1.5, timing="sustained")
+    content += fp8_rows("fresh_fp8", "1x2", 0.5, timing="burst", date="2026-11-22T00:00:00Z")
+    write(tmp_path / "h200.csv", content)
+    assert "1 met, 0 short" in run(BENCHMARKS / "report.py", "--results", tmp_path).stdout
 
 
 def test_merge_appends_once_and_refuses_faulty_rows(tmp_path):
@@ -198,6 +243,16 @@ net = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), 
 x = bench.randn(16, 64, dtype="fp32", grad=True)
 training_step(net)(x, torch.ones(16, 64))
 assert x.grad is not None
+product = Case("11", "product", "fp32", (16, 64, 64), "forward", flops=2 * 16 * 64 * 64)
+bench.compare(product, {{"ours": net}}, lambda: (torch.randn(16, 64),))
+used = set()
+def spoils(x):
+    used.add(x.sum().item())
+    x.fill_(7.0)
+def fresh(x):
+    x.normal_()
+bench.compare(case, {{"ours": spoils}}, lambda: (torch.randn(4, 8),), prepare=fresh)
+assert len(used) >= 5 and 7.0 * 32 not in used
 bench.record(Case("14", "mlp", "fp32", (16, 64), "keeps"), {{"ours": keeps_mib(net, x)}}, "MiB")
 bench.finish()
 """
@@ -213,6 +268,10 @@ def test_harness_writes_rows_that_hold(tmp_path):
     assert rows.faults(content) == []
     assert [(row["impl"], row["peer"]) for row in content[:2]] == [("ours", "torch eager"), ("ours", "copy_")]
     assert {row["commit"] for row in content} == {"abc1234"}
+    assert {(row["op"], row["timing"]) for row in content if row["impl"] == "ours"} == {
+        ("rmsnorm", "wall"), ("product", "sustained"), ("rmsnorm", "prepared"), ("mlp", ""),
+    }  # fmt: skip
+    assert {row["sm_mhz"] + row["watts"] for row in content} == {""}
     kept = content[-1]  # the ReLU's output: 16 x 64 floats, saved twice and counted once; x and the weights are not
     assert (kept["unit"], float(kept["p50"]) * 2**20) == ("MiB", pytest.approx(16 * 64 * 4, rel=1e-5))
 
@@ -244,3 +303,72 @@ def test_scripts_use_what_a_bench_has():
     used = {(file, name) for file, name in used if not (BENCHMARKS / f"{name}.py").exists()}
     assert len(used) > 100
     assert not {(file, name) for file, name in used if f"self.{name}" not in known}
+
+
+class StubEvent:
+    """Stands for a CUDA event; the stub GPU moves the clock."""
+
+    clock_ms, queries = 0.0, 0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.at = StubEvent.clock_ms
+
+    def query(self):
+        StubEvent.queries += 1
+        return StubEvent.queries % 3 == 0
+
+    def elapsed_time(self, stop):
+        return stop.at - self.at
+
+
+def test_a_sustained_sample_lasts_a_tenth_of_a_second_and_reads_clock_and_power(monkeypatch):
+    """On a stub of a GPU whose calls last 0.5 ms. Mutants: a batch of 1 ms, readings before the work."""
+    calls = []
+
+    def run(x):
+        calls.append(x)
+        StubEvent.clock_ms += 0.5
+
+    class Gauge:
+        def read(self):
+            return 1500.0 + len(calls), 650.0
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", StubEvent)
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(timing.torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(timing, "WARM_S", 0.0)
+    sampler = timing.Sustained(run, [(0,), (1,)], Gauge())
+    before = len(calls)
+    assert sampler() == pytest.approx(500.0)
+    assert len(calls) - before == 200 and sorted(calls[-2:]) == [0, 1]
+    assert sampler.readings == [(1500.0 + len(calls), 650.0)] * 2
+
+
+def test_no_gauge_without_a_gpu():
+    nvml = load("nvml")
+    assert nvml.Gauge(timing.torch.device("cpu")).read() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, only",
+    [
+        ("bench_linear.py", "fp8"),
+        ("bench_mlp.py", "fp8"),
+        ("bench_transformer.py", "fp8,deterministic"),
+        ("bench_grouped_linear.py", "fp8"),
+        ("bench_gemm_fp8.py", "grad"),
+    ],
+)
+def test_new_rows_run_on_a_cpu(script, only, tmp_path):
+    done = run(BENCHMARKS / script, "--device", "cpu", "--samples", "1", "--only", only, "--results", tmp_path,
+               TE_COMMIT="abc1234")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = rows.load(tmp_path / "cpu.csv")
+    assert rows.faults(content) == [] and {row["timing"] for row in content} <= {"sustained", ""}
+    cached = {row["op"] for row in content if "_cached" in row["op"]}
+    assert script == "bench_gemm_fp8.py" or {op.rpartition("_")[0] for op in cached} <= {row["op"] for row in content}
+    assert bool(cached) == (script != "bench_gemm_fp8.py")
