@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+REPEATS = []  # for each backward: whether torch's kernel would repeat its bits
+
 
 def _sequences(cum_q, cum_k, max_q, max_k):
     """Rows of the queries and keys of each sequence, as many as the bounds let the kernel visit, and the lengths."""
@@ -11,6 +13,30 @@ def _sequences(cum_q, cum_k, max_q, max_k):
         n_q, n_k = q1 - q0, k1 - k0
         assert not (n_q and n_k) or (n_q <= max_q and n_k <= max_k)
         yield slice(q0, q0 + min(n_q, max_q)), slice(k0, k0 + min(n_k, max_k)), n_k - n_q
+
+
+def _batch_starts(t):
+    return torch.arange(t.shape[0] + 1, dtype=torch.int32) * t.shape[1]
+
+
+def _forward_of_any(q, k, v, cum_q, cum_k, *rest, **options):
+    """A batch [b, s, h, d] as packed sequences; its lse is [b, h, s]."""
+    if cum_q is not None:
+        return _forward(q, k, v, cum_q, cum_k, *rest, **options)
+    assert rest[:2] == (q.shape[1], k.shape[1])
+    bounds = (_batch_starts(q), _batch_starts(k), max(rest[0], 2), max(rest[1], 2))
+    out, lse, *others = _forward(*(t.flatten(0, 1) for t in (q, k, v)), *bounds, *rest[2:], **options)
+    return torch.empty_like(q).copy_(out.view(q.shape)), lse.unflatten(1, q.shape[:2]).transpose(0, 1), *others
+
+
+def _backward_of_any(dout, q, k, v, out, lse, cum_q, cum_k, *rest, **options):
+    if cum_q is not None:
+        return _backward(dout, q, k, v, out, lse, cum_q, cum_k, *rest, **options)
+    assert rest[:2] == (q.shape[1], k.shape[1]) and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    bounds = (_batch_starts(q), _batch_starts(k), max(rest[0], 2), max(rest[1], 2))
+    rows = [t.flatten(0, 1) for t in (dout, q, k, v, out)]
+    made = _backward(*rows, lse.transpose(0, 1).flatten(1), *bounds, *rest[2:], **options)
+    return tuple(torch.empty_like(t).copy_(g.view(t.shape)) for t, g in zip((q, k, v), made, strict=True))
 
 
 def _check(max_q, dropout, *tensors):
@@ -55,6 +81,9 @@ def _backward(
     dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng, unused, *, scale=None,
     window_size_left=None, window_size_right=None
 ):  # fmt: skip
+    REPEATS.append(
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     _check(max_q, dropout, q, k, v, dout, out)
     dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
     groups, shared = k.shape[1], q.shape[1] // k.shape[1]
@@ -75,8 +104,8 @@ def _backward(
 @contextlib.contextmanager
 def flash_on_the_cpu():
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", _forward, "CPU")
-    library.impl("_flash_attention_backward", _backward, "CPU")
+    library.impl("_flash_attention_forward", _forward_of_any, "CPU")
+    library.impl("_flash_attention_backward", _backward_of_any, "CPU")
     try:
         yield
     finally:

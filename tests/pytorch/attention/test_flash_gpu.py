@@ -1,5 +1,6 @@
-# Packed modules on a GPU take flash: te.explain names it, NVTE_FLASH_ATTN=0 leaves chunked, whose values it has; no
-# wait for the device, captured replays with changing lengths, compiled and recomputed calls, lengths that do not fit.
+# Packed modules on a GPU take flash, and batches with sinks: te.explain names it, NVTE_FLASH_ATTN=0 leaves chunked,
+# whose values it has; no wait for the device, captured replays with changing lengths, compiled and recomputed calls,
+# lengths that do not fit.
 import subprocess
 import sys
 
@@ -70,6 +71,38 @@ def test_what_flash_does_not_take_is_chunked():
     assert path(module(), tensors(packed), softcap=3.0, **call) == "chunked"
     assert path(module(return_max_logit=True), tensors(packed), **call) == "chunked"
     assert path(module(), tensors(packed), core_attention_bias_type="alibi", **call) == "chunked"
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_size": (64, 0)}, {"attn_mask_type": "no_mask"}, {"attn_mask_type": "padding_causal"}],
+    ids=str,
+)
+def test_a_batch_with_a_sink_has_chunked_s_values(monkeypatch, layout, options):
+    """Padding by one tensor of lengths; its content has no effect."""
+    options = {"attn_mask_type": "causal", "qkv_format": layout, "softmax_type": "learnable", **options}
+    flash, call, results = module(**options), {}, []
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    chunked = module(**options)
+    shape = (2, 300) if layout == "bshd" else (300, 2)
+    inputs = [torch.randn(*shape, n, HEAD, device="cuda").bfloat16() for n in (HEADS, GROUPS, GROUPS)]
+    fills = [0.0]
+    if options["attn_mask_type"] == "padding_causal":
+        lengths = torch.tensor([0, 300, 341], dtype=torch.int32, device="cuda")
+        call, fills = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}, [0.0, 3e38]
+    for fill in fills:
+        for t in inputs:
+            (t[1] if layout == "bshd" else t[:, 1])[41:] = fill if call else 0.5
+        assert path(flash, inputs, **call) == "flash" and path(chunked, inputs, **call) == "chunked"
+        results.append(gradients(lambda *t, m=flash: m(*t, **call), inputs))
+    check_close(results[0], gradients(lambda *t: chunked(*t, **call), inputs), torch.bfloat16, str(options), factor=2)
+    for got, wanted in zip(results[-1], results[0], strict=True):
+        assert_same_bits(got, wanted)
+    for m in (flash, chunked):
+        m(*inputs, **call).float().square().sum().backward()
+    sinks = [flash.softmax_offset.grad], [chunked.softmax_offset.grad]
+    check_close(*sinks, torch.float32, "sink", torch.bfloat16, factor=2)
 
 
 def test_the_host_does_not_wait():

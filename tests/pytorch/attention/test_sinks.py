@@ -285,3 +285,17 @@ def test_padding_of_a_batch_holds_anything(device, fill):
         results.append(gradients(lambda *t: module(*t, **told), tensors))
     for got, wanted in zip(*results, strict=True):
         assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "options, call",
+    [({"softmax_type": "off-by-one"}, {}), ({"return_max_logit": True}, {}), ({}, {"softcap": 2.0})],
+    ids=str,
+)
+def test_dropout_is_refused_by_name(device, options, call):
+    """No kernel of functional.attention has it."""
+    module = te.DotProductAttention(4, 16, attention_dropout=0.1, qkv_format="bshd", **options)
+    q = torch.randn(1, 5, 4, 16, device=device)
+    with refused(NotImplementedError, "DotProductAttention", "'attention_dropout'", "0.1", "eval()"):
+        module(q, q, q, **call)
+    module.eval()(q, q, q, **call)

@@ -33,13 +33,19 @@ _FUSED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
 
 def taken_away() -> frozenset[str]:
     """The variables that are 0 at present."""
-    for name in _VARIABLES:
-        if os.environ.get(name, "1") not in ("0", "1"):
-            raise ValueError(
-                f"DotProductAttention: the environment's {name} is {os.environ[name]!r}, wanted 0 (without that "
-                "backend) or 1."
-            )
-    return frozenset(name for name in _VARIABLES if os.environ.get(name) == "0")
+    return frozenset(name for name in _VARIABLES if _is_zero(name, os.environ.get(name, "1"), "without it"))
+
+
+def repeats_bits() -> bool:
+    """Whether NVTE_ALLOW_NONDETERMINISTIC_ALGO is 0: backwards repeat their bits without torch's global flag."""
+    value = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    return _is_zero("NVTE_ALLOW_NONDETERMINISTIC_ALGO", value, "backwards repeat their bits")
+
+
+def _is_zero(name: str, value: str, meaning: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError(f"DotProductAttention: the environment's {name} is {value!r}, wanted 0 ({meaning}) or 1.")
+    return value == "0"
 
 
 class AttentionPath(NamedTuple):
@@ -83,6 +89,7 @@ def attention_path(
     bias_grad: bool = False,
     dropout: float = 0.0,
     deterministic: bool | None = None,
+    repeat_bits: bool = False,
     seq_q: int | None = None,
     seq_kv: int | None = None,
     flash_fits: bool = True,
@@ -95,28 +102,34 @@ def attention_path(
     same_lengths: bool = False,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
+    deterministic None: torch's. repeat_bits: repeats_bits(), which counts where torch's flag is off or warns alone.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
     max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. same_lengths: by cumulative lengths, each
-    sequence has as many queries as keys. widest_head: the largest head_dim, of packed sequences. RuntimeError if no
-    backend is left."""
-    pattern = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
-    kernel, reason = "chunked", _chunked_reason(sink, softcap, max_logit)
-    if packed:
-        own_end = pattern.positional and not pattern.bottom_right and not same_lengths
-        refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
-        if not refused and "NVTE_FLASH_ATTN" not in away:
-            kernel, pattern = "flash", Pattern(pattern.left, pattern.right, True, pattern.padding, pattern.arbitrary)
-        reason = _packed_reason(refused, kernel)
-    if kernel == "chunked" and reason and "NVTE_UNFUSED_ATTN" in away:
-        flash_helps = packed and not refused
-        raise no_backend_left(
-            ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN") if flash_helps else ("NVTE_UNFUSED_ATTN",), reason
-        )
-    if reason:
-        return AttentionPath((), dtype, pattern, False, False, False, False, reason, kernel=kernel)
+    sequence has as many queries as keys. widest_head: the largest head_dim. RuntimeError if no backend is left."""
+    pattern = given = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
+    outside = outside and not packed
     if outside:
         pattern = pattern._replace(padding=False, bottom_right=False)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if repeat_bits and deterministic:  # flash takes no notice of a flag that warns alone
+            repeat_bits = torch.is_deterministic_algorithms_warn_only_enabled()
+    needs = _needs_kernel(sink, softcap, max_logit)
+    if packed or needs or (repeat_bits and not dropout):
+        own_end = _own_end(pattern, packed, same_lengths, seq_q, seq_kv)
+        refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
+        by_flash = not refused and "NVTE_FLASH_ATTN" not in away
+        needs = _packed_reason(refused, by_flash) if packed else needs
+        if by_flash:
+            kernel = "flash_deterministic" if repeat_bits else "flash"
+            pattern = Pattern(pattern.left, pattern.right, True, pattern.padding, pattern.arbitrary)
+            return AttentionPath((), dtype, pattern, False, False, False, False, needs or _REPEATS, kernel, outside)
+        if needs and "NVTE_UNFUSED_ATTN" in away:
+            helps = ("NVTE_UNFUSED_ATTN",) if refused else ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN")
+            raise no_backend_left(helps, needs)
+        if needs:
+            return AttentionPath((), dtype, given, False, False, False, False, needs, "chunked")
     bare = not (pattern.padding or pattern.arbitrary) and bias == "no_bias"
     is_causal = bare and pattern.top_left_causal
     positional = bare and pattern.positional and not is_causal
@@ -125,12 +138,11 @@ def attention_path(
         and device.type == "cuda"
         and dtype != torch.float32
         and flash_fits
+        and not repeat_bits
         and "NVTE_FLASH_ATTN" not in away
         and (seq_q == seq_kv or (pattern.bottom_right and seq_q < seq_kv))  # flash's diagonal ends bottom right
     )
     mask_tensor = not bare or (positional and not flash_window)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     backends, reason = _order(
         device,
         dtype,
@@ -139,8 +151,9 @@ def attention_path(
         bias_grad=bias_grad,
         dropout=dropout,
         deterministic=deterministic,
+        repeat_bits=repeat_bits,
     )
-    without_cudnn = bias_grad or deterministic or dtype == torch.float32 or "NVTE_FUSED_ATTN" in away
+    without_cudnn = bias_grad or deterministic or repeat_bits or dtype == torch.float32 or "NVTE_FUSED_ATTN" in away
     # Of the backends that take a mask tensor on CUDA only cuDNN supports groups; torch's fused CPU attention does not.
     repeats = device.type != "cuda" or (mask_tensor and without_cudnn)
     if away:
@@ -153,10 +166,36 @@ def attention_path(
     return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason, "", outside)
 
 
-def _packed_reason(refused: str, kernel: str) -> str:
+# Why flash is a kernel of functional.attention where scaled_dot_product_attention has one.
+_REPEATS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: flash, whose backward is made to repeat its bits; cuDNN's does not."
+
+
+def _own_end(pattern: Pattern, packed: bool, same_lengths: bool, seq_q: int | None, seq_kv: int | None) -> str:
+    """Why flash does not take the visible keys, or nothing."""
+    if not packed and (pattern.padding or pattern.arbitrary):
+        return "It takes no mask tensor."
+    if not pattern.positional:
+        return ""
+    if packed:
+        fits = pattern.bottom_right or same_lengths
+    else:
+        if pattern.bottom_right and seq_q is not None and seq_q > seq_kv and pattern.right != 0:
+            return "With more queries than keys it cuts a window beyond the diagonal."
+        fits = pattern.bottom_right or seq_q == seq_kv
+    if fits:
+        return ""
+    own = "Its diagonal ends bottom right, the mask's begins top left, and "
+    if packed:
+        return own + (
+            "cu_seqlens_q and cu_seqlens_kv are two tensors; where the lengths are the same, pass one tensor as both."
+        )
+    return own + "there are not as many queries as keys."
+
+
+def _packed_reason(refused: str, by_flash: bool) -> str:
     if refused:
         return f"Packed sequences (thd): flash does not take them here. {refused}"
-    if kernel == "flash":
+    if by_flash:
         return "Packed sequences (thd): flash; cuDNN's entry for them is not used."
     return "NVTE_FLASH_ATTN=0: packed sequences (thd) without flash."
 
@@ -168,10 +207,9 @@ def _flash_refuses(
     bias: str,
     softcap: bool,
     max_logit: bool,
-    own_end: bool,
+    own_end: str,
 ) -> str:
-    """Why flash does not take packed sequences, or nothing. own_end: a diagonal begins top left, and each sequence has
-    lengths of its own."""
+    """Why flash does not take the call, or nothing. own_end: of _own_end()."""
     if device.type != "cuda":
         return "It runs on a GPU alone."
     if dtype not in (torch.float16, torch.bfloat16):
@@ -181,16 +219,11 @@ def _flash_refuses(
     if bias != "no_bias":
         return "Its backward has no ALiBi."
     if softcap or max_logit:
-        return _chunked_reason(False, softcap, max_logit)
-    if own_end:
-        return (
-            "Its diagonal ends bottom right, the mask's begins top left, and cu_seqlens_q and cu_seqlens_kv are two "
-            "tensors; where the lengths are the same, pass one tensor as both."
-        )
-    return ""
+        return _needs_kernel(False, softcap, max_logit)
+    return own_end
 
 
-def _chunked_reason(sink: bool, softcap: bool, max_logit: bool) -> str:
+def _needs_kernel(sink: bool, softcap: bool, max_logit: bool) -> str:
     """Why no backend of torch takes the call, or nothing."""
     if sink:
         return "The softmax has a sink, which needs the log-sum-exp of each row; torch's attention does not return it."
@@ -255,6 +288,7 @@ def _order(
     bias_grad: bool,
     dropout: float,
     deterministic: bool,
+    repeat_bits: bool,
 ) -> tuple[tuple[SDPBackend, ...] | None, str]:
     if device.type != "cuda":
         if bias_grad:
@@ -266,6 +300,10 @@ def _order(
         return (
             SDPBackend.FLASH_ATTENTION,
         ), "A sliding window: flash skips what is outside, cuDNN would need a tensor."
+    if repeat_bits:
+        return (SDPBackend.MATH,), (
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: the backwards of the others do not repeat their bits here."
+        )
     if not mask_tensor:
         if deterministic:
             return _DETERMINISTIC, "Deterministic algorithms are on: flash repeats its bits, cuDNN's backward does not."

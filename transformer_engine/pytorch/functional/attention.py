@@ -64,17 +64,20 @@ def attention(
     cu_seqlens_*_padded the rows where they begin, if not there; max_seqlen_* bound the lengths. Other rows are padding:
     they may hold any finite value, their results and gradients are 0. A GPU checks the lengths on the device, and the
     host waits for them only where max_seqlen_* is None.
-    kernel: 'chunked' takes every call on any device. 'flash' is PyTorch's flash attention of packed sequences on a GPU:
-    float16 and bfloat16, head_dim up to 256, no slopes, no softcap, scale > 0, with a window bottom_right; its lse has
-    no gradient, and max_logit is empty, [0].
+    kernel: 'chunked' takes every call on any device. 'flash' is PyTorch's flash attention on a GPU: float16 and
+    bfloat16, head_dim up to 256, no masks, bias, slopes or softcap, scale > 0, with a window bottom_right (or as many
+    queries as keys in a batch); its lse has no gradient, and max_logit is empty, [0]. 'flash_deterministic' is flash
+    whose backward repeats its bits; for that time torch's deterministic algorithms are on in the process.
     Dtypes: float64, float32, float16, bfloat16; computed in float32, float64 for float64, rounded once ('flash': it
-    rounds probabilities and score gradients too, and repeats its bits under deterministic algorithms).
+    rounds probabilities and score gradients too, and repeats its bits under torch's deterministic algorithms).
     Saves q, k, v, out and lse: the backward computes blocks of scores again.
     Errors: ValueError naming the argument.
     """
     rows = [mask, present_q, present_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded]
-    if kernel == "flash" and q.is_cpu:
-        raise ValueError("attention: kernel 'flash' runs on a GPU, and argument 'q' is on cpu; use kernel='chunked'.")
+    if kernel in ("flash", "flash_deterministic") and q.is_cpu:
+        raise ValueError(
+            f"attention: kernel {kernel!r} runs on a GPU, and argument 'q' is on cpu; use kernel='chunked'."
+        )
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     for name, most in bounds.items():
         if most is not None:

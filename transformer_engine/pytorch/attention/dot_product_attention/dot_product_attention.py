@@ -22,6 +22,7 @@ from transformer_engine.pytorch.attention.backends import (
     flash_takes,
     no_backend_left,
     path_taken,
+    repeats_bits,
     taken_away,
 )
 from transformer_engine.pytorch.attention.masks import (
@@ -88,17 +89,20 @@ class DotProductAttention(TransformerEngineBaseModule):
     return_max_logit: the call returns (result, m), m [h] the largest seen score of each head, without the sink and
     without a gradient.
     functional.attention computes packed sequences, sinks, soft-capped scores and the largest logit without a tensor of
-    queries x keys; it has no dropout. Its kernel flash takes packed sequences in 16 bits on a GPU, chunked the others.
+    queries x keys; it has no dropout. Its kernel flash takes packed sequences and sinks in 16 bits on a GPU, chunked
+    the others.
 
     A module that is made with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 in the environment does not use
     flash, cuDNN or the plain backend.
     tp_size or a tp_group: heads and groups are divided over its ranks; attributes, q, k and v, and the per-head parts
     of masks, biases and slopes, belong to this rank. Nothing is communicated. Dropout is drawn inside
     get_rng_state_tracker().fork(), unless sequence_parallel: then the caller forks around the whole layer.
-    Determinism: torch's attention, flash too, repeats its bits only under torch.use_deterministic_algorithms(True).
+    Determinism: attention repeats its bits under torch.use_deterministic_algorithms(True), and in a module that is made
+    with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in the environment.
     """
 
-    softmax_type, return_max_logit = "vanilla", False  # of modules that were pickled without them
+    # Of modules that were pickled without them.
+    softmax_type, return_max_logit, _repeats_bits = "vanilla", False, False
 
     @tells_keywords(retired=OF_ATTENTION)
     def __init__(
@@ -156,7 +160,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         for head_dim in (self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v):
             check_size(op, "kv_channels", head_dim, 1)
         self._flash_fits = flash_takes((self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v))
-        self._away = taken_away()
+        self._away, self._repeats_bits = taken_away(), repeats_bits()
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
@@ -258,6 +262,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             bias_grad=core_attention_bias_type != "no_bias"
             and any(t is not None and t.requires_grad for t in biases.values()),
             dropout=self._dropout(),
+            repeat_bits=self._repeats_bits,
             seq_q=sizes.seqs[0],
             seq_kv=sizes.seqs[1],
             flash_fits=self._flash_fits and tensors[0].numel() > 0 and tensors[1].numel() > 0,
@@ -415,7 +420,11 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """functional.attention, which takes the pattern as numbers and makes no tensor of queries x keys."""
         refuse_dropout("DotProductAttention", self._dropout(), "a sink, a cap or the maximum logit")
-        pattern, rows = path.pattern, {}
+        pattern, rows, padding = path.pattern, {}, None
+        if path.padding_outside:
+            present, _ = present_tokens(None, cu_seqlens, sizes.seqs)
+            padding = ~(present if sizes.layout == "bshd" else present.t())[:, :, None, None]
+            query, key, value = (t.masked_fill(padding, 0.0) for t in (query, key, value))
         if sizes.layout == "thd":
             for i, side in enumerate(("q", "kv")):
                 rows[f"cu_seqlens_{side}"] = cu_seqlens[i]
@@ -446,6 +455,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
+        if padding is not None:
+            out = out.masked_fill(padding, 0.0)
         out = out.flatten(-2)
         return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
 

@@ -1,11 +1,12 @@
-// Packed attention by aten::_flash_attention_forward and _backward, which read rows cum[i] .. cum[i + 1] as sequence i.
+// Attention by aten::_flash_attention_forward and _backward. Packed, it reads rows cum[i] .. cum[i + 1] as sequence i.
 // - Padding after the last sequence is beyond cum. Padding between sequences becomes sequences of its own (pieces):
 //   queries without keys and keys without queries, so that the kernel reads no padding. It leaves results and gradients
 //   of padding open; the engine writes their zeros, and applies the law of a sink in the same pass.
 // - Its diagonal ends bottom right. It clamps a window's right side by the bound of the keys' lengths, which a window
-//   without a right side has for one, too.
+//   without a right side has for one, too. Of a batch that bound is the keys' length.
 #include "ops/attention_flash.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 #include "ops/attention_passes.h"
 
@@ -32,18 +34,22 @@ int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * uni
 
 // The sequences of one side of a call.
 struct FlashSide {
-  FlashSide(const AttentionCall& call, bool keys)
-      : lengths(call.rows[keys ? kLengthsKv : kLengthsQ]),
-        rows((keys ? call.k : call.q).size(0)),
-        sequences(lengths.size(0) - 1) {
+  FlashSide(const AttentionCall& call, bool keys) : lengths(call.rows[keys ? kLengthsKv : kLengthsQ]) {
+    const Tensor& t = keys ? call.k : call.q;
+    if (!call.packed) {
+      sequences = t.size(call.batch_first ? 0 : 1), longest = bound = t.size(call.batch_first ? 1 : 0);
+      rows = sequences * longest;
+      return;
+    }
+    rows = t.size(0), sequences = lengths.size(0) - 1;
     if (rows == 0 || sequences == 0) return;
     const auto most = call.max_lengths[keys ? 1 : 0];
     longest = std::min(rows, most.has_value() ? *most : lengths.diff().max().item<int64_t>());
     bound = rounded_up(std::max<int64_t>(longest, 1), kFlashRows);
   }
 
-  const Tensor& lengths;
-  int64_t rows, sequences, longest = 0, bound = kFlashRows;
+  const Tensor& lengths;  // undefined: a batch
+  int64_t rows = 0, sequences = 0, longest = 0, bound = kFlashRows;
 };
 
 // The arguments of the kernel that both directions take.
@@ -54,6 +60,8 @@ struct FlashRows {
     if (empty) return;
     left = call.left >= keys.longest ? -1 : call.left;
     right = call.right >= queries.longest ? -1 : call.right;
+    bound_k = keys.bound;
+    if (!call.packed) return;
     const int64_t least = left >= 0 && right < 0 ? queries.bound : rounded_up(right + 1, kFlashRows);
     bound_k = std::max(keys.bound, least);
     has_pieces = call.rows[kStartsQ].defined() || call.rows[kStartsKv].defined();
@@ -75,13 +83,44 @@ struct FlashRows {
   int64_t left = -1, right = -1, bound_k = 0;
 };
 
-// t [rows, heads, any width] with `width` columns, zeros after its own, as the kernel reads memory: 16 bytes at once.
+// t [.., heads, any width] with `width` columns, zeros after its own, as the kernel reads memory: 16 bytes at once.
 Tensor for_flash(const Tensor& t, int64_t width) {
   if (t.size(-1) != width) return at::constant_pad_nd(t, {0, width - t.size(-1)});
-  const bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(-1) == 1 &&
-                       t.stride(0) % kHeadDimUnit == 0 && t.stride(1) % kHeadDimUnit == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(-1) == 1;
+  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) aligned = aligned && t.stride(dim) % kHeadDimUnit == 0;
   return aligned ? t : t.clone(at::MemoryFormat::Contiguous);
 }
+
+// Packed as it is; [b, s, h, d] of a batch, and back.
+Tensor by_sequence(const AttentionCall& call, const Tensor& t) {
+  return call.packed || call.batch_first ? t : t.transpose(0, 1);
+}
+
+// PyTorch's flash reads the flag of the process, so for the time of a call that is set.
+class ScopedDeterminism {
+ public:
+  explicit ScopedDeterminism(bool wanted) {
+    if (!wanted) return;
+    lock_ = std::unique_lock(mutex_);
+    auto& context = at::globalContext();
+    was_ = context.deterministicAlgorithms(), warned_ = context.deterministicAlgorithmsWarnOnly();
+    filled_ = context.deterministicFillUninitializedMemory();
+    if (!was_) context.setDeterministicFillUninitializedMemory(false);
+    context.setDeterministicAlgorithms(true, false);
+  }
+  ~ScopedDeterminism() {
+    if (!lock_.owns_lock()) return;
+    at::globalContext().setDeterministicAlgorithms(was_, warned_);
+    at::globalContext().setDeterministicFillUninitializedMemory(filled_);
+  }
+  ScopedDeterminism(const ScopedDeterminism&) = delete;
+  ScopedDeterminism& operator=(const ScopedDeterminism&) = delete;
+
+ private:
+  static inline std::mutex mutex_;
+  std::unique_lock<std::mutex> lock_;
+  bool was_ = false, warned_ = false, filled_ = false;
+};
 
 int64_t width_of(const AttentionCall& call) {
   return rounded_up(std::max(call.q.size(-1), call.v.size(-1)), kHeadDimUnit);
@@ -97,7 +136,10 @@ void check_flash_attention(const AttentionCall& call) {
   const auto wanted = [&](bool holds, const auto&... what) {
     TORCH_CHECK_VALUE(holds, "attention: kernel 'flash' ", what..., "; use kernel='chunked'.");
   };
-  wanted(call.packed, "takes packed sequences, and argument 'layout' is not 'thd'");
+  const auto length = [&](const Tensor& t) { return t.sym_size(call.packed || !call.batch_first ? 0 : 1); };
+  wanted(!call.rows[kMask].defined() && !call.rows[kPresentQ].defined() && !call.rows[kPresentKv].defined() &&
+             !call.bias.has_value(),
+         "has no arguments 'mask', 'present_q', 'present_kv' and 'bias'");
   wanted(call.q.scalar_type() == at::kHalf || call.q.scalar_type() == at::kBFloat16,
          "takes float16 and bfloat16, and argument 'q' is ", call.q.scalar_type());
   wanted(call.q.sym_size(-1) <= kMostHeadDim && call.v.sym_size(-1) <= kMostHeadDim,
@@ -106,32 +148,42 @@ void check_flash_attention(const AttentionCall& call) {
   wanted(!call.slopes.has_value(), "has no argument 'alibi_slopes'");
   wanted(call.softcap == 0.0, "has no argument 'softcap'");
   wanted(call.scale > 0.0, "takes a scale above 0, and argument 'scale' is ", call.scale);
-  wanted(call.bottom_right || (call.left < 0 && call.right < 0),
+  if (call.left < 0 && call.right < 0) return;
+  wanted(call.bottom_right || (!call.packed && length(call.q) == length(call.k)),
          "ends its diagonal bottom right, and argument 'bottom_right' is False");
+  wanted(call.packed || call.right == 0 || length(call.q) <= length(call.k),
+         "takes a window beyond the diagonal of a batch with no more queries than keys, and has ", length(call.q),
+         " queries and ", length(call.k), " keys");
 }
 
 AttentionResult flash_attention(const AttentionCall& call) {
   const FlashRows rows(call);
   if (!rows.has_pieces) check_sequences(call);
-  const auto floats = call.q.options().dtype(at::kFloat);
-  Tensor out, kernel_lse;  // kernel_lse [h, t]
+  Tensor out, kernel_lse;
   if (rows.empty) {
-    out = at::zeros({rows.queries.rows, call.heads(), call.v.size(-1)}, call.q.options());
-    kernel_lse = at::full({call.heads(), rows.queries.rows}, std::numeric_limits<double>::infinity(), floats);
+    auto shape = call.q.sizes().vec();
+    shape.back() = call.v.size(-1);
+    out = at::zeros(shape, call.q.options());
+    kernel_lse =
+        at::full(kernel_lse_shape(call), std::numeric_limits<double>::infinity(), call.q.options().dtype(at::kFloat));
   } else {
     const int64_t width = width_of(call);
-    const auto result =
-        at::_flash_attention_forward(for_flash(call.q, width), for_flash(call.k, width), for_flash(call.v, width),
-                                     rows.cumulative_q, rows.cumulative_k, rows.queries.bound, rows.bound_k, 0.0,
-                                     rows.causal(), false, call.scale, rows.left, rows.right);
-    out = from_flash(std::get<0>(result), call.v.size(-1));
+    const auto input = [&](const Tensor& t) { return for_flash(by_sequence(call, t), width); };
+    const OptionalTensor cumulative_q = rows.cumulative_q.defined() ? OptionalTensor(rows.cumulative_q) : std::nullopt;
+    const OptionalTensor cumulative_k = rows.cumulative_k.defined() ? OptionalTensor(rows.cumulative_k) : std::nullopt;
+    const auto result = at::_flash_attention_forward(input(call.q), input(call.k), input(call.v), cumulative_q,
+                                                     cumulative_k, rows.queries.bound, rows.bound_k, 0.0, rows.causal(),
+                                                     false, call.scale, rows.left, rows.right);
+    out = from_flash(by_sequence(call, std::get<0>(result)), call.v.size(-1));
     kernel_lse = std::get<1>(result);
   }
   return {out, lse_of_kernel(call, kernel_lse, out), {}};
 }
 
-AttentionGradients flash_attention_backward(const AttentionCall& call, const AttentionResult& result,
-                                            const Tensor& dout, const Tensor& dlse, AttentionWanted wanted) {
+namespace {
+
+AttentionGradients backward(const AttentionCall& call, const AttentionResult& result, const Tensor& dout,
+                            const Tensor& dlse, AttentionWanted wanted, bool deterministic) {
   TORCH_CHECK_NOT_IMPLEMENTED(!dlse.defined(),
                               "attention: kernel 'flash' has no gradient of the log-sum-exp; use "
                               "kernel='chunked'.");
@@ -146,16 +198,34 @@ AttentionGradients flash_attention_backward(const AttentionCall& call, const Att
     return g;
   }
   const int64_t width = width_of(call);
+  const auto input = [&](const Tensor& t) { return for_flash(by_sequence(call, t), width); };
+  const auto output = [&](const Tensor& t, const Tensor& like) {
+    return from_flash(by_sequence(call, t), like.size(-1));
+  };
   const Tensor seed = at::empty({2}, call.q.options().dtype(at::kUInt64)), unused = at::empty({0}, call.q.options());
-  const auto [dq, dk, dv] = at::_flash_attention_backward(
-      for_flash(dout, width), for_flash(call.q, width), for_flash(call.k, width), for_flash(call.v, width),
-      for_flash(result.out, width), kernel.lse, rows.cumulative_q, rows.cumulative_k, rows.queries.bound, rows.bound_k,
-      0.0, rows.causal(), seed, unused, call.scale, rows.left, rows.right);
-  if (wanted[kQuery]) g[kQuery] = from_flash(dq, call.q.size(-1));
-  if (wanted[kKey]) g[kKey] = from_flash(dk, call.k.size(-1));
-  if (wanted[kValue]) g[kValue] = from_flash(dv, call.v.size(-1));
+  const ScopedDeterminism repeats(deterministic);
+  const auto [dq, dk, dv] =
+      at::_flash_attention_backward(input(dout), input(call.q), input(call.k), input(call.v), input(result.out),
+                                    kernel.lse, rows.cumulative_q, rows.cumulative_k, rows.queries.bound, rows.bound_k,
+                                    0.0, rows.causal(), seed, unused, call.scale, rows.left, rows.right);
+  if (wanted[kQuery]) g[kQuery] = output(dq, call.q);
+  if (wanted[kKey]) g[kKey] = output(dk, call.k);
+  if (wanted[kValue]) g[kValue] = output(dv, call.v);
   zero_padding(call, g);
   return g;
+}
+
+}  // namespace
+
+AttentionGradients flash_attention_backward(const AttentionCall& call, const AttentionResult& result,
+                                            const Tensor& dout, const Tensor& dlse, AttentionWanted wanted) {
+  return backward(call, result, dout, dlse, wanted, false);
+}
+
+AttentionGradients deterministic_flash_attention_backward(const AttentionCall& call, const AttentionResult& result,
+                                                          const Tensor& dout, const Tensor& dlse,
+                                                          AttentionWanted wanted) {
+  return backward(call, result, dout, dlse, wanted, true);
 }
 
 }  // namespace te_torch

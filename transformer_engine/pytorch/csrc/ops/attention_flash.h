@@ -1,4 +1,4 @@
-// PyTorch's flash attention for packed sequences on a GPU, in 16 bits.
+// PyTorch's flash attention on a GPU in 16 bits, packed or of a batch.
 #pragma once
 
 #include "ops/attention_call.h"
@@ -12,5 +12,10 @@ AttentionResult flash_attention(const AttentionCall& call);  // without max_logi
 // NotImplementedError for a gradient of lse, which the kernel does not take.
 AttentionGradients flash_attention_backward(const AttentionCall& call, const AttentionResult& result,
                                             const Tensor& dout, const Tensor& dlse, AttentionWanted wanted);
+
+// Repeats its bits, whether torch's deterministic algorithms are on or not.
+AttentionGradients deterministic_flash_attention_backward(const AttentionCall& call, const AttentionResult& result,
+                                                          const Tensor& dout, const Tensor& dlse,
+                                                          AttentionWanted wanted);
 
 }  // namespace te_torch

@@ -10,11 +10,13 @@ const AttentionKernel& attention_kernel(std::string_view name) {
   static constexpr AttentionKernel kKernels[] = {
       {"chunked", true, [](const AttentionCall&) {}, chunked_attention, chunked_attention_backward},
       {"flash", false, check_flash_attention, flash_attention, flash_attention_backward},
+      {"flash_deterministic", false, check_flash_attention, flash_attention, deterministic_flash_attention_backward},
   };
   for (const AttentionKernel& kernel : kKernels) {
     if (kernel.name == name) return kernel;
   }
-  TORCH_CHECK_VALUE(false, "attention: argument 'kernel' is '", name, "', wanted 'chunked' or 'flash'.");
+  TORCH_CHECK_VALUE(false, "attention: argument 'kernel' is '", name,
+                    "', wanted 'chunked', 'flash' or 'flash_deterministic'.");
 }
 
 }  // namespace te_torch

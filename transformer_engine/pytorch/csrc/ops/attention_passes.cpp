@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <transformer_engine/attention.h>
 
+#include <algorithm>
+
 namespace te_torch {
 
 namespace {
@@ -41,7 +43,7 @@ bool has_dense_heads(const Tensor& t) {
 struct Plan : te_attention_plan {
   explicit Plan(const AttentionCall& call) : te_attention_plan{} {
     queries = rows_of_side(call, false);
-    batch = call.packed ? 1 : call.q.size(call.batch_first ? 0 : 1);
+    batch = call.packed ? 1 : std::max<int64_t>(1, call.q.size(call.batch_first ? 0 : 1));
     batch_first = call.batch_first;
     sink = absent();
     if (!call.sink.has_value()) return;
@@ -51,10 +53,10 @@ struct Plan : te_attention_plan {
   Tensor dense_sink;
 };
 
-std::vector<int64_t> kernel_shape(const AttentionCall& call) {
-  if (call.packed) return {call.heads(), call.q.size(0)};
-  const int64_t batch_dim = call.batch_first ? 0 : 1;
-  return {call.q.size(batch_dim), call.heads(), call.q.size(1 - batch_dim)};
+te_tensor view_of_kernel(const Tensor& lse, const Plan& plan, int64_t heads) {
+  te_tensor view = view_2d(lse, kOfPasses, "lse");
+  view.rows = plan.batch * heads, view.cols = view.row_pitch = plan.queries.rows / plan.batch;
+  return view;
 }
 
 }  // namespace
@@ -72,13 +74,19 @@ void check_sequences(const AttentionCall& call, const Tensor& pieces_q, const Te
                                current_stream(call.q)));
 }
 
+std::vector<int64_t> kernel_lse_shape(const AttentionCall& call) {
+  if (call.packed) return {call.heads(), call.q.size(0)};
+  const int64_t batch_dim = call.batch_first ? 0 : 1;
+  return {call.q.size(batch_dim), call.heads(), call.q.size(1 - batch_dim)};
+}
+
 Tensor lse_of_kernel(const AttentionCall& call, const Tensor& kernel_lse, const Tensor& out) {
-  TORCH_INTERNAL_ASSERT(kernel_lse.sizes() == at::IntArrayRef(kernel_shape(call)),
+  TORCH_INTERNAL_ASSERT(kernel_lse.sizes() == at::IntArrayRef(kernel_lse_shape(call)),
                         "the kernel's log-sum-exp has shape ", kernel_lse.sizes());
   const Tensor lse = at::empty(call.q.sizes().slice(0, call.q.dim() - 1), kernel_lse.options());
   const Tensor dense = kernel_lse.contiguous();
   const Plan plan(call);
-  check(te_attention_forward(&plan, view_2d(dense, kOfPasses, "lse"), rows_with_heads(out, "out"),
+  check(te_attention_forward(&plan, view_of_kernel(dense, plan, call.heads()), rows_with_heads(out, "out"),
                              view_2d(lse, kOfPasses, "lse"), current_stream(out)));
   return lse;
 }
@@ -86,23 +94,25 @@ Tensor lse_of_kernel(const AttentionCall& call, const Tensor& kernel_lse, const 
 KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& result, const Tensor& dout,
                          bool wants_sink) {
   const Tensor lse = result.lse.contiguous();
-  KernelLse kernel{at::empty(kernel_shape(call), lse.options()), {}};
+  KernelLse kernel{at::empty(kernel_lse_shape(call), lse.options()), {}};
   const Plan plan(call);
   te_tensor dout_rows = absent(), out_rows = absent(), dsink = absent(), workspace = absent();
   Tensor out, dense, floats;
   if (wants_sink) {
-    out = result.out.contiguous(), dense = has_dense_heads(dout) ? dout : dout.contiguous();
+    out = result.out.contiguous(), dense = dout.resolve_neg();
+    if (!has_dense_heads(dense)) dense = dense.contiguous();
     kernel.dsink = at::empty({call.heads()}, lse.options());
     floats = at::empty({te_attention_backward_workspace(plan.queries.rows, call.heads())}, lse.options());
     dout_rows = rows_with_heads(dense, "dout"), out_rows = rows_with_heads(out, "out");
     dsink = view_2d(kernel.dsink, kOfPasses, "sink"), workspace = view_2d(floats, kOfPasses, "workspace");
   }
   check(te_attention_backward(&plan, view_2d(lse, kOfPasses, "lse"), dout_rows, out_rows,
-                              view_2d(kernel.lse, kOfPasses, "lse"), dsink, workspace, current_stream(lse)));
+                              view_of_kernel(kernel.lse, plan, call.heads()), dsink, workspace, current_stream(lse)));
   return kernel;
 }
 
 void zero_padding(const AttentionCall& call, const AttentionGradients& gradients) {
+  if (!call.packed) return;
   const auto view = [](const Tensor& t) { return t.defined() ? rows_with_heads(t, "gradient") : absent(); };
   const te_attention_rows queries = rows_of_side(call, false), keys = rows_of_side(call, true);
   check(te_attention_zero_padding(&queries, &keys, view(gradients[kQuery]), view(gradients[kKey]),

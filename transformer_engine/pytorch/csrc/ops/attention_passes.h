@@ -10,6 +10,9 @@ namespace te_torch {
 // pieces: int32 [3 sequences + 1], written, or undefined: for a kernel without padding between sequences.
 void check_sequences(const AttentionCall& call, const Tensor& pieces_q = {}, const Tensor& pieces_kv = {});
 
+// [h, t] packed, [b, h, s] of a batch.
+std::vector<int64_t> kernel_lse_shape(const AttentionCall& call);
+
 // lse, of the kernel's [h, t] or [b, h, s], in the order of out's rows. Scales out by the sink in place; zeros in
 // padding.
 Tensor lse_of_kernel(const AttentionCall& call, const Tensor& kernel_lse, const Tensor& out);
