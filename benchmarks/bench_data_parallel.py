@@ -1,19 +1,28 @@
-"""Steps of data parallelism over the ranks that torchrun has started (case D), beside torch's DistributedDataParallel
-and FSDP2, with their memory.
+"""Steps of data parallelism over the ranks that torchrun has started (case D), beside torch's DistributedDataParallel,
+FSDP2 and megatron-core's own, with their memory.
 
     torchrun --nproc-per-node=2 bench_data_parallel.py                    # NCCL, each rank on its own CUDA device
     torchrun --nproc-per-node=2 bench_data_parallel.py --device cpu       # gloo, a small model
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=2 bench_data_parallel.py --only _connections     # and 8
 
 A step is zero_grad, forward, backward and the optimizer's step, of a stack of RMSNorm + MLP layers of this library with
 weights of one dtype. `ours` shards and overlaps, as FSDP2 does, with gradients, master weights and moments in fp32 in
-both; `own serial` does not overlap; `own silent` is `ours` with collectives that do nothing; `own whole` does not
-shard, with gradients and moments in the weights' dtype, as torch's DDP. Waits are those of ddp.timeline(), beside the
-last reduction and the first gather alone. Memory is the peak of a contender by itself, beside the law's bytes: 6 + 12 /
-ranks a parameter; `own lean` keeps remainders of master weights, and moments in bf16: 6 + 6 / ranks. Layouts of ten
-thousand parameters are planned without memory.
-On a CPU wanted: `own whole` <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
+both; `own serial` does not overlap; `own silent` is `ours` with collectives that do nothing. data_parallel_whole does
+not shard, with gradients and moments in the weights' dtype, as torch's DDP; data_parallel_average is `ours` with an
+average in the collective, as megatron-core's; data_parallel_block has weights in FP8 blocks. Waits are those of
+ddp.timeline(), beside the last reduction and the first gather alone; by group, the gathers' alone, of a step whose
+gathers start group by group. Collectives are those of all buckets at once, beside torch.distributed's. Memory is the
+peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a parameter; data_parallel_memory_lean keeps
+remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth is the peak of a step after
+hundreds, beside that of the first. Layouts of ten thousand parameters are planned without memory. The environment
+variable of the third line is read when a process starts: it names the rows of its steps and waits.
+On a CPU wanted: data_parallel_whole <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
 
+import contextlib
 import gc
+import os
+import pathlib
+import sys
 import time
 
 import torch
@@ -23,6 +32,7 @@ from rank_bench import RankBench
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.data_parallel.communicator import Done
 from transformer_engine.pytorch.data_parallel.layout import ParamSpec, buffer_layouts
 
@@ -32,40 +42,62 @@ HOST = {"cuda": (32, 256, 256, 16), "cpu": (8, 64, 64, 16)}
 CALLS = {"cuda": 5, "cpu": 10}
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
 PARAMETERS = 10_000
+GROWTH = {"cuda": 500, "cpu": 50}  # steps
+CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
 
 
 class Run:
     """One contender: a model, what wraps it, and its optimizer."""
 
-    def __init__(self, x, wrapped, optimizer):
-        self.x, self.wrapped, self.optimizer = x, wrapped, optimizer
+    def __init__(self, x, wrapped, optimizer, recipe=None):
+        self.x, self.wrapped, self.optimizer, self.recipe = x, wrapped, optimizer, recipe
 
     def __call__(self):
         self.optimizer.zero_grad()
-        self.wrapped(self.x).square().mean().backward()
+        with te.autocast(recipe=self.recipe) if self.recipe else contextlib.nullcontext():
+            y = self.wrapped(self.x)
+        y.square().mean().backward()
         self.optimizer.step()
 
 
-def model(bench, shape, dtype=None, fused=True):
-    """fused: products add weight gradients to main_grad, which torch's wrappers have not."""
+class MegatronRun(Run):
+    def __call__(self):
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.wrapped(self.x).square().mean().backward()
+        self.wrapped.finish_grad_sync()
+        self.optimizer.step()
+
+
+def model(bench, shape, dtype=None, fused=True, recipe=None):
+    """fused: products add weight gradients to main_grad, which torch's wrappers have not. recipe: of FP8 weights."""
     layers, hidden, ffn, _ = shape
     options = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu", "fuse_wgrad_accumulation": fused}
     options |= {"params_dtype": dtype or TORCH_DTYPES[DTYPE[bench.device.type]], "device": bench.device}
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(te.LayerNormMLP(hidden, ffn, **options) for _ in range(layers)))
+    with te.quantized_model_init(recipe is not None, recipe, preserve_high_precision_init_val=True):
+        return torch.nn.Sequential(*(te.LayerNormMLP(hidden, ffn, **options) for _ in range(layers)))
 
 
-def ours(bench, shape, x, overlap=True, **adam):
-    module = model(bench, shape)
-    config = te.distributed.DistributedDataParallelConfig(
+def wrap(module, **config):
+    config = te.distributed.DistributedDataParallelConfig(**config)
+    return te.distributed.DistributedDataParallel(config, module)
+
+
+def ours(bench, shape, x, overlap=True, by_group=False, recipe=None, config=None, **adam):
+    module = model(bench, shape, recipe=recipe)
+    ddp = wrap(
+        module,
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
+        **(config or {}),
     )
-    ddp = te.distributed.DistributedDataParallel(config, module)
-    adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=bench.cuda, **adam)
-    return Run(x, ddp, te.optimizers.DistributedOptimizer(adam, ddp))
+    masters = bench.cuda or recipe is not None
+    adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, master_weights=masters, **adam)
+    options = {"overlap_param_gather_with_optimizer_step": by_group}
+    return Run(x, ddp, te.optimizers.DistributedOptimizer(adam, ddp, **options), recipe)
 
 
 def own_lean(bench, shape, x):
@@ -76,8 +108,7 @@ def own_lean(bench, shape, x):
 
 def own_whole(bench, shape, x):
     module = model(bench, shape)
-    config = te.distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=True)
-    ddp = te.distributed.DistributedDataParallel(config, module)
+    ddp = wrap(module, grad_reduce_in_fp32=False, overlap_grad_reduce=True)
     adam = te.optimizers.FusedAdam(module.parameters(), **ADAM, exp_avg_dtype=x.dtype, exp_avg_sq_dtype=x.dtype)
     return Run(x, ddp, te.optimizers.DistributedOptimizer(adam, ddp))
 
@@ -102,21 +133,51 @@ def fsdp2(bench, shape, x):
     return Run(x, module, torch.optim.AdamW(module.parameters(), **ADAM, fused=True))
 
 
+def megatron(bench, shape, x):
+    """megatron-core's wrapper and optimizer over these modules; on a CPU with the tests' stand-ins for CUDA, which the
+    rest of the process keeps."""
+    if not bench.cuda:
+        sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests/pytorch/clients"))
+        import megatron_on_cpu
+
+        megatron_on_cpu.pretend()
+        megatron_on_cpu.collectives_one_by_one()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel()
+    layers, hidden, ffn, _ = shape
+    dtypes = {"bf16": x.dtype is torch.bfloat16, "params_dtype": x.dtype}
+    both = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, average_in_collective=True, **both
+    )
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": 4}
+    ddp = DistributedDataParallel(TransformerConfig(**sizes, **dtypes), config, model(bench, shape))
+    adam = OptimizerConfig(optimizer="adam", clip_grad=0.0, **ADAM, **dtypes, **both)
+    return MegatronRun(x, ddp, get_megatron_optimizer(adam, [ddp]))
+
+
 def inputs(bench, shape):
     return bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
 
 
-def contenders(bench, shape):
-    """Each with the same first weights."""
-    x = inputs(bench, shape)
-    return {
-        "ours": ours(bench, shape, x),
-        "own serial": ours(bench, shape, x, overlap=False),
-        "own whole": own_whole(bench, shape, x),
-        "own silent": own_silent(bench, shape, x),
-        "torch ddp": torch_ddp(bench, shape, x),
-        "fsdp2": fsdp2(bench, shape, x),
-    }
+def own_serial(bench, shape, x):
+    return ours(bench, shape, x, overlap=False)
+
+
+def own_average(bench, shape, x):
+    return ours(bench, shape, x, config={"average_in_collective": True})
+
+
+def own_block(bench, shape, x):
+    return ours(bench, shape, x, recipe=Float8BlockScaling())
+
+
+STEP = {"ours": ours, "own serial": own_serial, "own silent": own_silent, "fsdp2": fsdp2}
+WHOLE = {"ours": own_whole, "torch ddp": torch_ddp}
 
 
 def flops(shape):
@@ -124,50 +185,110 @@ def flops(shape):
     return 6 * layers * 3 * hidden * ffn * tokens
 
 
-def steps(bench, shape, host):
-    """Device time of steps; host: the time until they are queued."""
-    op = "data_parallel_host" if host else "data_parallel_step"
-    case = Case("D", op, DTYPE[bench.device.type], shape, "step", flops=flops(shape))
-    if not bench.selects(case):
-        return
-    p50 = bench.compare_ranks(case, contenders(bench, shape), CALLS[bench.device.type], host=host)
-    for own, peer in (("ours", "own silent"), ("ours", "own serial"), ("ours", "fsdp2"), ("own whole", "torch ddp")):
-        bench.say(f"  {own} / {peer}: {p50[own] / p50[peer]:.3f}")
+def case_of(bench, name, shape, dtype=None, connections=False, **count):
+    """connections: the row's name has the value of the environment variable."""
+    name += f"_connections{CONNECTIONS}" if connections and CONNECTIONS else ""
+    count = count or {"flops": flops(shape)}
+    return Case("D", f"data_parallel_{name}", dtype or DTYPE[bench.device.type], shape, "step", **count)
 
 
-def waits(bench, shape):
-    """How long a step's collectives were waited for, beside the last reduction and the first gather alone."""
-    case = Case("D", "data_parallel_waits", DTYPE[bench.device.type], shape, "step", flops=flops(shape))
+def compare(bench, case, contenders, host=False):
+    """Device time of steps; host: the time until they are queued. Contenders have the same first weights."""
     if not bench.selects(case):
         return
-    run = ours(bench, shape, inputs(bench, shape))
+    x = inputs(bench, case.shape)
+    runs = {name: make(bench, case.shape, x) for name, make in contenders.items()}
+    p50 = bench.compare_ranks(case, runs, CALLS[bench.device.type], host=host)
+    for peer in list(contenders)[1:]:
+        bench.say(f"  ours / {peer}: {p50['ours'] / p50[peer]:.3f}")
+    del runs
+    gc.collect()
+
+
+def collectives(bench, shape):
+    """Reductions and gathers of all buckets: all start, then all are waited for."""
+    sizes = {"reduce": 4, "reduce_reproducible": 4, "gather": TORCH_DTYPES[DTYPE[bench.device.type]].itemsize}
+    layers, hidden, ffn, _ = shape
+    for name, size in sizes.items():
+        case = case_of(bench, name, shape, bytes=size * layers * 3 * hidden * ffn)
+        if not bench.selects(case):
+            continue
+        run = ours(bench, shape, inputs(bench, shape), config={"reproducible": name == "reduce_reproducible"})
+        groups = run.wrapped.bucket_groups
+        buckets = [bucket for group in groups for bucket in group.buckets]
+
+        def reduce(run=run, groups=groups):
+            for group in groups:
+                group.reset()
+                group.start_grad_sync()
+            for group in groups:
+                group.wait_for_reduction()
+            run.wrapped.free_overlap_buffers()
+
+        def gather(groups=groups):
+            for group in groups:
+                group.start_param_sync()
+            for group in groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+        def raw_reduce(buckets=buckets):
+            data = [bucket.grad_data for bucket in buckets]
+            shards = [bucket.own_shard(bucket.grad_data) for bucket in buckets]
+            for work in [dist.reduce_scatter_tensor(*each, async_op=True) for each in zip(shards, data)]:
+                work.wait()
+
+        def raw_gather(buckets=buckets):
+            data = [bucket.param_data for bucket in buckets]
+            shards = [bucket.own_shard(bucket.param_data) for bucket in buckets]
+            for work in [dist.all_gather_into_tensor(*each, async_op=True) for each in zip(data, shards)]:
+                work.wait()
+
+        own, raw = (gather, raw_gather) if name == "gather" else (reduce, raw_reduce)
+        bench.compare_ranks(case, {"ours": own, "raw": raw}, CALLS[bench.device.type])
+
+
+def waits(bench, shape, by_group):
+    """How long a step's collectives were waited for, beside the last reduction and the first gather alone; by group:
+    how long the gathers were."""
+    case = case_of(bench, "waits_by_group" if by_group else "waits", shape, connections=True)
+    if not bench.selects(case):
+        return
+    run = ours(bench, shape, inputs(bench, shape), by_group=by_group)
     run()
     run.wrapped.timeline()
-    samples = {"ours": []}
+    samples = {"ours": []} if by_group else {"ours": [], "own reductions": [], "own gathers": []}
     for _ in range(bench.rounds):
         bench.together()
         run()
         run.wrapped(run.x)  # a forward waits for the gathers
         rows = run.wrapped.timeline()
-        samples["ours"].append(1e3 * sum(row.exposed for row in rows) + 1e-3)
+        exposed = {kind: 1e3 * sum(r.exposed for r in rows if r.kind == kind) + 1e-3 for kind in ("reduce", "gather")}
+        samples["ours"].append(exposed["gather"] + (0 if by_group else exposed["reduce"]))
+        if not by_group:
+            samples["own reductions"].append(exposed["reduce"])
+            samples["own gathers"].append(exposed["gather"])
     bench.say(rows)
-    groups = run.wrapped.bucket_groups
+    if not by_group:
+        samples["alone"] = alone(bench, run.wrapped.bucket_groups, rows)
+    bench._write(case, bench.largest(samples), "us")
+
+
+def alone(bench, groups, rows):
     reduced = groups[next(row.group for row in reversed(rows) if row.kind == "reduce")].buckets
     gathered = groups[next(row.group for row in rows if row.kind == "gather")].buckets
 
-    def alone():
+    def both():
         for bucket in reduced:
             dist.reduce_scatter_tensor(bucket.own_shard(bucket.grad_data), bucket.grad_data)
         for bucket in gathered:
             dist.all_gather_into_tensor(bucket.param_data, bucket.own_shard(bucket.param_data))
 
-    samples["alone"] = [bench.timed(alone, 1) for _ in range(bench.rounds)]
-    bench._write(case, bench.largest(samples), "us")
+    return [bench.timed(both, 1) for _ in range(bench.rounds)]
 
 
 def memory(bench, shape):
     """The peak of each contender alone on its device, and the law's bytes."""
-    case = Case("D", "data_parallel_memory", DTYPE[bench.device.type], shape, "step", flops=flops(shape))
+    case = case_of(bench, "memory", shape)
     if not bench.selects(case) or not bench.cuda:
         return
     x, peaks = inputs(bench, shape), {}
@@ -187,13 +308,36 @@ def memory(bench, shape):
         bench.say(f"  {name}: {left} bytes are left after it")
     layers, hidden, ffn, _ = shape
     weights = layers * 3 * hidden * ffn / 2**20
-    peaks |= {"law": weights * (6 + 12 / bench.ranks), "law lean": weights * (6 + 6 / bench.ranks)}
-    bench.record(case, peaks, "MiB")
+    lean = {"ours": peaks.pop("own lean"), "fsdp2": peaks["fsdp2"], "law": weights * (6 + 6 / bench.ranks)}
+    bench.record(case, peaks | {"law": weights * (6 + 12 / bench.ranks)}, "MiB")
+    bench.record(case_of(bench, "memory_lean", shape), lean, "MiB")
+
+
+def growth(bench, shape):
+    """The peak of a step after many, beside that of an early one."""
+    case = case_of(bench, "growth", shape)
+    if not bench.selects(case):
+        return
+    run = ours(bench, shape, inputs(bench, shape))
+
+    def peak():
+        bench.together()
+        bench.reset_memory()
+        run()
+        bench.together()
+        return bench.memory() / 2**20
+
+    for _ in range(10):
+        run()
+    first = peak()
+    for _ in range(GROWTH[bench.device.type]):
+        run()
+    bench.record(case, {"ours": peak(), "own first": first}, "MiB")
 
 
 def layouts(bench):
     """The host's time to plan ten thousand parameters: no tensor is made."""
-    case = Case("D", "data_parallel_layout", "fp32", (PARAMETERS,), "step", flops=PARAMETERS)
+    case = case_of(bench, "layout", (PARAMETERS,), "fp32", flops=PARAMETERS)
     if not bench.selects(case):
         return
     specs = [ParamSpec(f"p{i}", 40960, torch.bfloat16, torch.float32) for i in range(PARAMETERS)]
@@ -207,12 +351,20 @@ def layouts(bench):
 
 def main():
     bench = RankBench(__doc__)
-    kind = bench.device.type
-    layouts(bench)
-    memory(bench, STACKS[kind])
-    steps(bench, HOST[kind], host=True)
-    steps(bench, STACKS[kind], host=False)
-    waits(bench, STACKS[kind])
+    stack, host = STACKS[bench.device.type], HOST[bench.device.type]
+    compare(bench, case_of(bench, "step", stack, connections=True), STEP)
+    waits(bench, stack, by_group=False)
+    waits(bench, stack, by_group=True)
+    if not CONNECTIONS:
+        layouts(bench)
+        memory(bench, stack)
+        growth(bench, host)
+        everything = {**STEP, "own whole": own_whole, "torch ddp": torch_ddp}
+        compare(bench, case_of(bench, "host", host), everything, host=True)
+        compare(bench, case_of(bench, "whole", stack), WHOLE)
+        compare(bench, case_of(bench, "block", stack, "fp8"), {"ours": own_block, "own bf16": ours})
+        collectives(bench, stack)
+        compare(bench, case_of(bench, "average", stack), {"ours": own_average, "megatron": megatron})
     bench.finish()
 
 

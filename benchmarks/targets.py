@@ -289,6 +289,30 @@ def _overlap():
         yield from _targets("M", op, "bf16", shape, "forward", {"x floor": 1 / times}, "h200x2")
 
 
+def _data_parallel():
+    """Two ranks: times over those of a peer, and waits of the stream that computes."""
+    stack, host, two = "4x4096x14336x4096", "32x256x256x16", "h200x2"
+    step = {"x own silent": 1 / 1.10, "x own serial": 1 / 0.88, "x fsdp2": 1.02}
+    for connections in ("", "_connections1", "_connections8"):  # CUDA_DEVICE_MAX_CONNECTIONS
+        for op, bounds in (("step", step), ("waits", {"x alone": 1 / 1.2}), ("waits_by_group", {"us": 50})):
+            yield from _targets("D", f"data_parallel_{op}{connections}", "bf16", stack, "step", bounds, two)
+    for op, dtype, bounds in (
+        ("whole", "bf16", {"x torch ddp": 1.0}),
+        ("average", "bf16", {"x megatron": 1.03}),
+        ("block", "fp8", {f"x {OWN}": 1 / 0.85}),
+        ("reduce", "bf16", {"x raw": 0.97}),
+        ("reduce_reproducible", "bf16", {"x raw": 1 / 1.3}),
+        ("gather", "bf16", {"x raw": 0.97}),
+        ("memory_lean", "bf16", {"x fsdp2": 1.0}),
+    ):
+        yield from _targets("D", f"data_parallel_{op}", dtype, stack, "step", bounds, two)
+    bounds = {"x fsdp2": 1 / 0.5, "x torch ddp": 1 / 1.15}
+    yield from _targets("D", "data_parallel_host", "bf16", host, "step", bounds, two)
+    yield from _targets("D", "data_parallel_growth", "bf16", host, "step", {"x own first": 1 / 1.001}, two)
+    yield from _targets("D", "data_parallel_layout", "fp32", "10000", "step", {"us": 200_000}, two)
+    yield from _targets("D", "data_parallel_whole", "fp32", "4x256x704x256", "step", {"x torch ddp": 1 / 1.05}, "cpux2")
+
+
 def _cpu():
     """One machine's cores against plain PyTorch on the same cores."""
     beside = {f"x {EAGER}": 1.0}
@@ -312,6 +336,7 @@ GROUPS = (
     _optimizer,
     _host,
     _memory_and_links,
+    _data_parallel,
     _cpu,
 )
 TARGETS = [target for group in GROUPS for target in group()]
