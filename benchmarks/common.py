@@ -159,7 +159,7 @@ class Bench:
             return timing.cpu_sampler(run, sets, timing.SUSTAINED_S if kind == "sustained" else timing.CPU_ROUND_S)
         if kind == "sustained":
             return timing.Sustained(run, sets, self._gauge)
-        return (timing.host_sampler if kind == "host" else timing.cuda_sampler)(run, sets)
+        return timing.host_sampler(run, sets) if kind == "host" else timing.cuda_sampler(run, sets, self._gauge)
 
     def _rounds(self, kind):
         if self.options.samples:

@@ -63,14 +63,16 @@ def _warm(turns, sets):
         torch.cuda.synchronize()
 
 
-def _device_us(work, host_us):
-    """Device time of what work() queues; host_us is an upper estimate of the time work() takes to queue it."""
+def _device_us(work, host_us, meanwhile=lambda: None):
+    """Device time of what work() queues; host_us is an upper estimate of the time work() takes to queue it. meanwhile()
+    is called when all is queued."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(2000 * (1.5 * host_us + 50)))  # cycles: an SM runs at or below 2000 a microsecond
     start.record()
     work()
     stop.record()
+    meanwhile()
     torch.cuda.synchronize()
     return 1e3 * start.elapsed_time(stop)
 
@@ -81,8 +83,25 @@ def _wall_us(work):
     return 1e6 * (time.perf_counter() - start)
 
 
-def cuda_sampler(run, sets):
-    """Warms `run` up; returns a function that takes one sample of its device time in us per call."""
+def _read(gauge, readings):
+    """Adds the clock and the power of this moment, if they can be read."""
+    reading = gauge.read()
+    if reading is not None:
+        readings.append(reading)
+
+
+def cuda_sampler(run, sets, gauge):
+    """Warms `run` up; returns a function that takes one sample of its device time in us per call. Its `readings` are
+    clock and power, as gauge.read() finds them during the samples."""
+    readings = []
+
+    def sampler(work, host_us, calls):
+        def sample():
+            return _device_us(work, host_us, lambda: _read(gauge, readings)) / calls
+
+        sample.readings = readings
+        return sample
+
     turns = Turns(run, sets)
     _warm(turns, sets)
     torch.cuda.synchronize()
@@ -90,19 +109,19 @@ def cuda_sampler(run, sets):
     device_us = _device_us(lambda: turns(10), host_us) / 10
     if device_us >= GRAPH_BELOW_US:
         calls = min(20, math.ceil(BATCH_US / device_us))
-        return lambda: _device_us(lambda: turns(calls), host_us * calls / 10) / calls
+        return sampler(lambda: turns(calls), host_us * calls / 10, calls)
     calls = min(MAX_GRAPH_CALLS, max(20, len(sets), math.ceil(BATCH_US / max(device_us, 1.0))))
     graph, outputs = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         for args in itertools.islice(itertools.cycle(sets), calls):
             outputs.append(run(*args))  # alive together: each call writes its own memory
     graph.replay()
-    return lambda: _device_us(graph.replay, 100.0) / calls
+    return sampler(graph.replay, 100.0, calls)
 
 
 class Sustained:
-    """Takes one sample of `run` in us per call, of at least SUSTAINED_S of calls back to back. readings: clock and
-    power, as gauge.read() finds them during the samples."""
+    """Takes one sample of `run` in us per call, of at least SUSTAINED_S of calls back to back. readings: as
+    cuda_sampler's."""
 
     def __init__(self, run, sets, gauge):
         self._turns, self._gauge, self.readings = Turns(run, sets), gauge, []
@@ -117,9 +136,7 @@ class Sustained:
         self._turns(self._calls)
         stop.record()
         while not stop.query():  # the host has queued all of it, and is ahead
-            reading = self._gauge.read()
-            if reading is not None:
-                self.readings.append(reading)
+            _read(self._gauge, self.readings)
             time.sleep(READ_S)
         return 1e3 * start.elapsed_time(stop) / self._calls
 

@@ -345,6 +345,10 @@ def test_a_sustained_sample_lasts_a_tenth_of_a_second_and_reads_clock_and_power(
     assert sampler() == pytest.approx(500.0)
     assert len(calls) - before == 200 and sorted(calls[-2:]) == [0, 1]
     assert sampler.readings == [(1500.0 + len(calls), 650.0)] * 2
+    burst = timing.cuda_sampler(run, [(0,)], Gauge())
+    before = len(calls)
+    assert burst() == pytest.approx(500.0) and len(calls) - before == 2
+    assert burst.readings == [(1500.0 + len(calls), 650.0)]
 
 
 def test_no_gauge_without_a_gpu():
