@@ -1,4 +1,4 @@
-# Steps by one process, in which collectives do nothing, beside the optimizer alone.
+# Steps by one process, in which collectives do nothing, beside the optimizer alone; the order of steps and gathers.
 import pytest
 import torch
 from ranks import here
@@ -11,7 +11,8 @@ from transformer_engine.pytorch.data_parallel import (
     DistributedOptimizer,
 )
 
-from .fake import ladder
+from . import fake
+from .fake import FakeCommunicator, ladder
 
 Config = DistributedDataParallelConfig
 SHARDS = pytest.mark.parametrize("sharded", [False, True])
@@ -109,3 +110,38 @@ def test_counts_of_torchs_adam():
         its["step"] = torch.tensor(7.0)
     optimizer.load_state_dict(state)
     assert [int(step) for step in optimizer._steps.steps] == [7]
+
+
+class Watching(FakeCommunicator):
+    """Notes which groups' shards a step has written when a gather starts."""
+
+    def watch(self, ddp):
+        self.groups = ddp.bucket_groups
+        self.before = [self.shard(group).clone() for group in self.groups]
+        self.seen = []
+
+    @staticmethod
+    def shard(group):
+        (bucket,) = group.buckets
+        return bucket.own_shard(bucket.param_data)
+
+    def all_gather(self, whole, shard):
+        stepped = [not torch.equal(self.shard(g), b) for g, b in zip(self.groups, self.before, strict=True)]
+        self.seen.append([i for i, moved in enumerate(stepped) if moved])
+        return super().all_gather(whole, shard)
+
+
+def test_a_gather_starts_before_the_next_group_is_stepped(monkeypatch):
+    """With overlap_param_gather_with_optimizer_step: that of the group which a forward reads first leaves first."""
+    comm, module = Watching(), ladder()
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ddp = fake.wrapped(monkeypatch, comm, module, bucket_size=1, **options)
+    inner = te.optimizers.FusedAdam(module.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, ddp, overlap_param_gather_with_optimizer_step=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 16)).sum().backward()
+        comm.watch(ddp)
+        optimizer.step()
+        assert comm.seen == [[2], [1, 2], [0, 1, 2]]  # the last bucket is that of the first layer
+        assert len(comm.in_flight()) == 3

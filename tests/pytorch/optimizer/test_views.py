@@ -8,6 +8,7 @@ from support import assert_same_bits, randn, refused
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, adam_rows
+from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, replace_raw_data
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 
@@ -140,6 +141,32 @@ def test_a_new_scale_that_other_ranks_lack_is_a_warning(device, monkeypatch):
     with pytest.warns(UserWarning, match="keeps the former scale") as found:
         stepped(delayed(device)[0], [(0, 100)])
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_weights_of_other_ranks_get_the_scale_after_the_gather(device, skipped, monkeypatch):
+    """Of three weights in one buffer this rank steps rows of the first, another one those of the second and third,
+    which have the recipe's scales there. A weight elsewhere keeps its scale, as all do in a gather without a step."""
+    (first, q0), (second, q1), (third, q2), (elsewhere, q3) = (delayed(device) for _ in range(4))
+    buffer = torch.zeros(3, 48, 32, dtype=torch.uint8, device=device)
+    for weight, data in zip((first, second, third), buffer):
+        replace_raw_data(weight, data)
+    weights = [first, second, third, elsewhere]
+    monkeypatch.setattr("transformer_engine.pytorch.optimizers.adam_groups._is_capturable_on", lambda device: True)
+    part = first.detach().view(-1)[:100]
+    optimizer = FusedAdam([part], lr=0.1, master_weights=True, capturable=True)
+    optimizer.found_inf = torch.full((1,), float(skipped), device=device)
+    part.grad = torch.ones(100, device=device)
+    for quantizer, scale in zip((q0, q1, q2, q3), (8.0, 16.0, 32.0, 64.0)):
+        quantizer.scale.fill_(scale)
+    optimizer.step()
+    post_all_gather_processing(weights)
+    wanted = [0.25] * 4 if skipped else [1 / 8, 1 / 16, 1 / 32, 0.25]
+    assert [w._scale_inv.item() for w in weights] == wanted
+    for quantizer in (q0, q1, q2, q3):
+        quantizer.scale.fill_(2.0)
+    post_all_gather_processing(weights)
+    assert [w._scale_inv.item() for w in weights] == wanted
 
 
 @pytest.mark.parametrize("columnwise", [False, True])

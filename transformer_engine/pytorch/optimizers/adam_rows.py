@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from transformer_engine.pytorch.tensor import Float8Tensor, engine
+from transformer_engine.pytorch.tensor.utils import note_step_of_rows
 
 
 @functools.cache
@@ -18,8 +19,8 @@ def _warn_of_other_ranks() -> None:
     warnings.warn(
         "FusedAdam: rows of a weight that is held in FP8 under delayed scaling are stepped in a job of several ranks, "
         "and the weight gets a new scale. A rank that steps none of its rows keeps the former scale, by which gathered "
-        "bytes are other values: it needs weight._scale_inv of a rank that steps some. te.optimizers."
-        "DistributedOptimizer has the same scale on all ranks.",
+        "bytes are other values, until transformer_engine.pytorch.tensor.utils.post_all_gather_processing(weights) is "
+        "called there with it and others of its buffer of which this rank steps rows, as megatron-core does.",
         stacklevel=2,
     )
 
@@ -51,5 +52,6 @@ class StepOfRows:
                 data[rows] = part._data.reshape(-1)
             weight._data.copy_(data.view(weight.shape))
         weight._scale_inv.copy_(self.scale_inv)
+        note_step_of_rows(weight, noop)
         torch.autograd.graph.increment_version(self.parts)
         return weight

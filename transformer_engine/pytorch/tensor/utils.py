@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.torch_private import debug_has_internal_overlap
 from transformer_engine.pytorch.tensor import engine, layout
+from transformer_engine.pytorch.tensor.float8_delayed import Float8Quantizer
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
 _SET_ASIDE = "_columnwise_set_aside"  # parts whose memory waits for post_all_gather_processing
+# Scales of weights of which an optimizer has stepped rows since the last post_all_gather_processing -> (its skip flag).
+_steps_of_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 # ---- the address of the data ----
@@ -306,15 +310,39 @@ def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
     return found
 
 
+def note_step_of_rows(weight: QuantizedTensorStorage, noop: torch.Tensor | None) -> None:
+    """Rows of a weight under delayed scaling were written by the recipe's scale, unless noop is set: other ranks may
+    have written other weights of the same buffer."""
+    _steps_of_rows[weight._scale_inv] = (noop,)
+
+
+def _take_scales_of_the_step(weights: Sequence[QuantizedTensorStorage]) -> None:
+    """Weights that other ranks have stepped, in one buffer with some that this rank has stepped rows of, get the
+    recipe's scale, which is the same on all ranks."""
+    delayed = [w for w in weights if isinstance(w._quantizer, Float8Quantizer)]
+    if not any(w._scale_inv in _steps_of_rows for w in delayed):
+        return
+    steps = [_steps_of_rows.pop(w._scale_inv, None) for w in delayed]
+    buffers = [w._data.untyped_storage().data_ptr() for w in delayed]
+    flags = {buffer: step[0] for buffer, step in zip(buffers, steps) if step is not None}
+    for weight, step, buffer in zip(delayed, steps, buffers):
+        if step is None and buffer in flags:
+            noop, scale_inv = flags[buffer], weight._quantizer.scale.reciprocal().view(1)
+            weight._scale_inv.copy_(scale_inv if noop is None else torch.where(noop == 0, scale_inv, weight._scale_inv))
+
+
 @torch.no_grad()
 def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
     """Derives columnwise data after the rowwise data of these weights have been gathered: for weights that have
     columnwise data, that had them before the cast of their master, or whose quantizer requests them; in their old
-    memory.
+    memory. Under delayed scaling, if FusedAdam has stepped rows of some of them here, those of the same buffer that
+    other ranks have stepped get the recipe's scale, as there.
 
     Errors: NotImplementedError for formats whose two directions hold different values, RuntimeError without rowwise
     data, TypeError unless it is a quantized tensor; nothing is written then."""
-    for weight in _derivable("post_all_gather_processing", model_weights):
+    weights = _derivable("post_all_gather_processing", model_weights)
+    _take_scales_of_the_step(weights)
+    for weight in weights:
         old = _columnwise(weight)
         _drop_columnwise(weight, False)
         if old or (weight._quantizer is not None and weight._quantizer.columnwise_usage):
