@@ -8,7 +8,7 @@
 namespace te::permute {
 
 constexpr int kMapThreads = 256;
-constexpr int kMaskThreads = 1024;  // of the map of a mask: there are few chunks, and each wants many loads in flight
+constexpr int kMaskThreads = 1024;  // of the map of a mask: there are few chunks, and each keeps many loads in flight
 constexpr int kWordsOfChunk = TE_PERMUTE_CHUNK / 32;
 constexpr int kCounters = 8192;  // of the map of ids: copies of two histograms, so that lanes of one expert do not meet
 constexpr int kIdsAhead = 8;
