@@ -1,6 +1,7 @@
 # Data parallelism together with compiled layers, recomputation, and a weight that a product accumulates itself and that
 # is used plainly too. One process: collectives are those of one rank, hooks and counts are the same.
 import copy
+import gc
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from support import refused
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 
-from .fake import ladder
+from .fake import FakeCommunicator, ladder, wrapped
 
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 1}
 
@@ -284,3 +285,19 @@ class Calls(torch.nn.Module):
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_a_gather_that_is_in_flight_when_all_is_deleted(monkeypatch, is_blocked):
+    """It is waited for, so that its memory is freed, unless that would block the host."""
+    monkeypatch.setattr(FakeCommunicator, "blocks_host", lambda *_: is_blocked)
+    comm, module = FakeCommunicator(), ladder()
+    ddp = wrapped(monkeypatch, comm, module, use_distributed_optimizer=True, overlap_param_gather=True, **OVERLAPPED)
+    ddp.reset_param_sync_dispatch_state()
+    ddp._begin_gathers()
+    del ddp
+    gc.collect()
+    assert len(comm.in_flight()) == 1  # the module waits when it is called
+    del module
+    gc.collect()
+    assert len(comm.in_flight()) == is_blocked

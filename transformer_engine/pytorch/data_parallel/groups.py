@@ -6,6 +6,7 @@ Weights are stale while their version, which a step raises, is not the one that 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
@@ -64,6 +65,10 @@ class BucketGroup:
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
         self._gathers: list[Work] | None = None
+        self._unwaited: list[Work] = []  # the same, for a group that is deleted before
+        if self.comm.size > 1 and not self.comm.blocks_host(self.device):
+            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+            weakref.finalize(self, _wait_on, stream, self._unwaited).atexit = False
         self._gathered: Done | None = None
         self._ordered_streams: set[int] = set()  # of a GPU, after the last gather
         # span(kind) notes the dispatch of a collective, once a timeline was asked for.
@@ -309,6 +314,7 @@ class BucketGroup:
         self._gathers = [
             self.comm.all_gather(bucket.param_data, bucket.own_shard(bucket.param_data)) for bucket in self.buckets
         ]
+        self._unwaited += self._gathers
         if force_sync or not self.config.overlap_param_gather:
             self._wait_for_gathers()
 
@@ -342,6 +348,7 @@ class BucketGroup:
             for work in self._gathers:
                 work.wait()
         self._gathers = None
+        self._unwaited.clear()
         self._gathered_version = self.version
         if self.fp8_weights:
             fp8_weights.gathered(self.fp8_weights)
@@ -354,6 +361,14 @@ class BucketGroup:
         if stream not in self._ordered_streams:
             gathered.wait()
             self._ordered_streams.add(stream)
+
+
+def _wait_on(stream: torch.cuda.Stream | None, works: Sequence[Work]) -> None:
+    """On the stream that has allocated the tensors of these works, which hold them until they are waited for: the
+    host waits for nothing."""
+    with torch.cuda.stream(stream):
+        for work in works:
+            work.wait()
 
 
 def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
