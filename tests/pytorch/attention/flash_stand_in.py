@@ -48,7 +48,7 @@ def _check(max_q, dropout, *tensors):
 
 def _scores(q, k, ahead, scale, causal, left, right, max_k):
     """[h, n, m] with -inf where hidden; q [n, h, d], k [m, g, d]."""
-    left, right = (-1 if left >= max_k else left), (-1 if right >= max_k else right)
+    left, right = (-1 if n is None or n >= max_k else n for n in (left, right))
     right = 0 if causal else max_k if left >= 0 and right < 0 else right
     k = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("nhd,mhd->hnm", q.float(), k) * scale

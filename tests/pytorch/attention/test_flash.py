@@ -195,18 +195,17 @@ def test_opcheck(device):
         ({"slopes": torch.ones(2)}, ("'alibi_slopes'",)),
         ({"scores": [-1.0, 1.0, 0.0]}, ("scale above 0", "-1")),
         ({"pattern": [3, 0, 0, -1, -1]}, ("'bottom_right'", "False")),
-        ({"layout": "bshd"}, ("'layout'", "thd")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_calls_that_it_does_not_take(device, change, words):
-    call = {"dtype": torch.bfloat16, "width": 8, "scores": [1.0, 1.0, 0.0], "slopes": None, "layout": "thd"} | change
-    thd, pattern = call["layout"] == "thd", call.get("pattern", [-1, -1, 1, -1, -1])
-    q = torch.randn((5, 2, call["width"]) if thd else (1, 5, 2, 8), device=device).to(call["dtype"])
+    call = {"dtype": torch.bfloat16, "width": 8, "scores": [1.0, 1.0, 0.0], "slopes": None} | change
+    pattern = call.get("pattern", [-1, -1, 1, -1, -1])
+    q = torch.randn(5, 2, call["width"], device=device).to(call["dtype"])
     slopes = call["slopes"] if call["slopes"] is None else call["slopes"].to(device)
-    rows = [Packed([5]).arguments(device).get(name) if thd else None for name in ROWS]
+    rows = [Packed([5]).arguments(device).get(name) for name in ROWS]
     with refused(ValueError, "attention", "'flash'", *words, "kernel='chunked'"):
-        torch.ops.te.attention(q, q, q, None, slopes, None, rows, call["layout"], "flash", pattern, call["scores"])
+        torch.ops.te.attention(q, q, q, None, slopes, None, rows, "thd", "flash", pattern, call["scores"])
 
 
 def test_a_cpu_is_refused_by_name():

@@ -5,6 +5,7 @@ supported when each name here exists and behaves the same, which qa/torch_versio
 """
 
 import torch
+import torch.nn.attention
 import torch.utils._python_dispatch
 import torch.utils._pytree
 
@@ -34,6 +35,12 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # 2.9 - 2.1
 pytree = torch.utils._pytree  # 2.9 - 2.15
 unsafe_preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # 2.9 - 2.15
 flash_attention_forward = torch.ops.aten._flash_attention_forward  # 2.9 - 2.15
+
+
+def current_flash_attention_impl() -> str | None:  # 2.9 - 2.15
+    """The implementation that is active in place of torch's flash attention; torch before 2.11 may have none."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
 
 
 def user_error() -> tuple[type, object]:  # 2.9 - 2.15

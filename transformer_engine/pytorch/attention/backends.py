@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from transformer_engine.pytorch._internal.torch_private import current_flash_attention_impl
 from transformer_engine.pytorch.attention.masks import Pattern, Window, pattern_of
 
 # cuDNN is the fastest on Hopper (forward + backward of a Llama-3-8B layer: 3.8 ms, flash 6.7 ms); its backward does
@@ -18,6 +19,8 @@ _FASTEST = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+_FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_FASTEST[2:])
+_WITHOUT_FLASH = (SDPBackend.CUDNN_ATTENTION, *_FASTEST[2:])
 _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 _MASKED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _BIAS_GRADIENT = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -100,12 +103,14 @@ def attention_path(
     max_logit: bool = False,
     widest_head: int = 0,
     same_lengths: bool = False,
+    flash_impl: str | None = None,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
     deterministic None: torch's. repeat_bits: repeats_bits(), which counts where torch's flag is off or warns alone.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
     max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. same_lengths: by cumulative lengths, each
-    sequence has as many queries as keys. widest_head: the largest head_dim. RuntimeError if no backend is left."""
+    sequence has as many queries as keys. widest_head: the largest head_dim. flash_impl: of active_flash().
+    RuntimeError if no backend is left."""
     pattern = given = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
     outside = outside and not packed
@@ -119,6 +124,7 @@ def attention_path(
     if packed or needs or (repeat_bits and not dropout):
         own_end = _own_end(pattern, packed, same_lengths, seq_q, seq_kv)
         refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
+        refused = refused or _impl_refuses(flash_impl, pattern, deterministic or repeat_bits)
         by_flash = not refused and "NVTE_FLASH_ATTN" not in away
         needs = _packed_reason(refused, by_flash) if packed else needs
         if by_flash:
@@ -139,6 +145,8 @@ def attention_path(
         and dtype != torch.float32
         and flash_fits
         and not repeat_bits
+        and not (dropout and flash_impl)
+        and not _impl_refuses(flash_impl, pattern, deterministic)
         and "NVTE_FLASH_ATTN" not in away
         and (seq_q == seq_kv or (pattern.bottom_right and seq_q < seq_kv))  # flash's diagonal ends bottom right
     )
@@ -152,6 +160,7 @@ def attention_path(
         dropout=dropout,
         deterministic=deterministic,
         repeat_bits=repeat_bits,
+        flash_impl=flash_impl,
     )
     without_cudnn = bias_grad or deterministic or repeat_bits or dtype == torch.float32 or "NVTE_FUSED_ATTN" in away
     # Of the backends that take a mask tensor on CUDA only cuDNN supports groups; torch's fused CPU attention does not.
@@ -168,6 +177,22 @@ def attention_path(
 
 # Why flash is a kernel of functional.attention where scaled_dot_product_attention has one.
 _REPEATS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: flash, whose backward is made to repeat its bits; cuDNN's does not."
+
+
+def active_flash() -> str | None:
+    """The name of an implementation of flash in place of torch's own, if one is active."""
+    return current_flash_attention_impl()
+
+
+def _impl_refuses(flash_impl: str | None, pattern: Pattern, deterministic: bool) -> str:
+    """Why an active implementation of flash does not take the call, or nothing."""
+    if flash_impl is None:
+        return ""
+    if deterministic:
+        return f"{flash_impl} is active in place of torch's flash; that its backward repeats its bits is not shown."
+    if flash_impl != "FA3" and (pattern.left >= 0 or pattern.right > 0):
+        return f"{flash_impl} is active in place of torch's flash; its backward has no window."
+    return ""
 
 
 def _own_end(pattern: Pattern, packed: bool, same_lengths: bool, seq_q: int | None, seq_kv: int | None) -> str:
@@ -289,6 +314,7 @@ def _order(
     dropout: float,
     deterministic: bool,
     repeat_bits: bool,
+    flash_impl: str | None,
 ) -> tuple[tuple[SDPBackend, ...] | None, str]:
     if device.type != "cuda":
         if bias_grad:
@@ -305,10 +331,16 @@ def _order(
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: the backwards of the others do not repeat their bits here."
         )
     if not mask_tensor:
+        if deterministic and flash_impl:
+            return (SDPBackend.MATH,), f"Deterministic algorithms are on: {_impl_refuses(flash_impl, None, True)}"
         if deterministic:
             return _DETERMINISTIC, "Deterministic algorithms are on: flash repeats its bits, cuDNN's backward does not."
         if dtype == torch.float32:
             return _FASTEST, "float32: cuDNN and flash take 16-bit types alone, so memory-efficient attention is next."
+        if flash_impl and dropout:
+            return _WITHOUT_FLASH, f"{flash_impl} is active in place of torch's flash, and has no dropout."
+        if flash_impl:
+            return _FLASH_FIRST, f"{flash_impl} is active in place of torch's flash, and is faster than cuDNN."
         return _FASTEST, "cuDNN is the fastest on Hopper."
     if deterministic:
         return (SDPBackend.MATH,), (

@@ -18,6 +18,7 @@ from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_
 from transformer_engine.pytorch._internal.torch_private import flash_attention_forward
 from transformer_engine.pytorch.attention.backends import (
     AttentionPath,
+    active_flash,
     attention_path,
     flash_takes,
     no_backend_left,
@@ -273,6 +274,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             max_logit=self.return_max_logit,
             widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
             same_lengths=(attention_mask is None or layout == "thd") and cu_seqlens_q is cu_seqlens_kv,
+            flash_impl=active_flash(),
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
         if path.kernel:

@@ -80,6 +80,10 @@ struct FlashRows {
   FlashSide queries, keys;
   bool empty, has_pieces = false;
   Tensor cumulative_q, cumulative_k;
+  // An implementation in place of torch's own takes -1 for a window.
+  std::optional<int64_t> window_left() const { return left < 0 ? std::nullopt : std::optional(left); }
+  std::optional<int64_t> window_right() const { return right < 0 || causal() ? std::nullopt : std::optional(right); }
+
   int64_t left = -1, right = -1, bound_k = 0;
 };
 
@@ -173,7 +177,7 @@ AttentionResult flash_attention(const AttentionCall& call) {
     const OptionalTensor cumulative_k = rows.cumulative_k.defined() ? OptionalTensor(rows.cumulative_k) : std::nullopt;
     const auto result = at::_flash_attention_forward(input(call.q), input(call.k), input(call.v), cumulative_q,
                                                      cumulative_k, rows.queries.bound, rows.bound_k, 0.0, rows.causal(),
-                                                     false, call.scale, rows.left, rows.right);
+                                                     false, call.scale, rows.window_left(), rows.window_right());
     out = from_flash(by_sequence(call, std::get<0>(result)), call.v.size(-1));
     kernel_lse = std::get<1>(result);
   }
@@ -204,10 +208,10 @@ AttentionGradients backward(const AttentionCall& call, const AttentionResult& re
   };
   const Tensor seed = at::empty({2}, call.q.options().dtype(at::kUInt64)), unused = at::empty({0}, call.q.options());
   const ScopedDeterminism repeats(deterministic);
-  const auto [dq, dk, dv] =
-      at::_flash_attention_backward(input(dout), input(call.q), input(call.k), input(call.v), input(result.out),
-                                    kernel.lse, rows.cumulative_q, rows.cumulative_k, rows.queries.bound, rows.bound_k,
-                                    0.0, rows.causal(), seed, unused, call.scale, rows.left, rows.right);
+  const auto [dq, dk, dv] = at::_flash_attention_backward(
+      input(dout), input(call.q), input(call.k), input(call.v), input(result.out), kernel.lse, rows.cumulative_q,
+      rows.cumulative_k, rows.queries.bound, rows.bound_k, 0.0, rows.causal(), seed, unused, call.scale,
+      rows.window_left(), rows.window_right());
   if (wanted[kQuery]) g[kQuery] = output(dq, call.q);
   if (wanted[kKey]) g[kKey] = output(dk, call.k);
   if (wanted[kValue]) g[kValue] = output(dv, call.v);
