@@ -14,8 +14,10 @@ ddp.timeline(), beside the last reduction and the first gather alone; by group, 
 gathers start group by group. Collectives are those of all buckets at once, beside torch.distributed's. Memory is the
 peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a parameter; data_parallel_memory_lean keeps
 remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth is the peak of a step after
-hundreds, beside that of the first. Layouts of ten thousand parameters are planned without memory. The environment
-variable of the third line is read when a process starts: it names the rows of its steps and waits.
+hundreds, beside that of the first. data_parallel_gate is the host's time of a gate beyond its addition: a backward that
+brings nothing to some thousand parameters, less the same without a wrapper. Layouts of ten thousand parameters are
+planned without memory. The environment variable of the third line is read when a process starts: it names the rows of
+its steps and waits.
 On a CPU wanted: data_parallel_whole <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
 
 import contextlib
@@ -24,6 +26,7 @@ import os
 import pathlib
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,7 @@ STACKS = {"cuda": (4, 4096, 14336, 4096), "cpu": (4, 256, 704, 256)}  # layers, 
 HOST = {"cuda": (32, 256, 256, 16), "cpu": (8, 64, 64, 16)}
 CALLS = {"cuda": 5, "cpu": 10}
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
-PARAMETERS = 10_000
+PARAMETERS, GATES = 10_000, 2000
 GROWTH = {"cuda": 500, "cpu": 50}  # steps
 CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
 
@@ -164,20 +167,11 @@ def inputs(bench, shape):
     return bench.randn(shape[-1], 1, shape[1], dtype=DTYPE[bench.device.type])
 
 
-def own_serial(bench, shape, x):
-    return ours(bench, shape, x, overlap=False)
-
-
-def own_average(bench, shape, x):
-    return ours(bench, shape, x, config={"average_in_collective": True})
-
-
-def own_block(bench, shape, x):
-    return ours(bench, shape, x, recipe=Float8BlockScaling())
-
-
-STEP = {"ours": ours, "own serial": own_serial, "own silent": own_silent, "fsdp2": fsdp2}
+STEP = {"ours": ours, "own serial": partial(ours, overlap=False), "own silent": own_silent, "fsdp2": fsdp2}
 WHOLE = {"ours": own_whole, "torch ddp": torch_ddp}
+EVERY = STEP | {"own whole": own_whole, "torch ddp": torch_ddp}
+BLOCK = {"ours": partial(ours, recipe=Float8BlockScaling()), "own bf16": ours}
+AVERAGE = {"ours": partial(ours, config={"average_in_collective": True}), "megatron": megatron}
 
 
 def flops(shape):
@@ -313,6 +307,41 @@ def memory(bench, shape):
     bench.record(case_of(bench, "memory_lean", shape), lean, "MiB")
 
 
+class Nothing(torch.autograd.Function):
+    """Brings no gradient to its parameters, as a node that adds to main_grad itself."""
+
+    @staticmethod
+    def forward(ctx, *parameters):
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return (None,) * ctx.count
+
+
+def gates(bench):
+    case = case_of(bench, "gate", (GATES,), "fp32", flops=GATES)
+    if not bench.selects(case):
+        return
+    plain, wrapped = (torch.nn.ParameterList(torch.zeros(8, device=bench.device) for _ in range(GATES)) for _ in "ab")
+    ddp = wrap(wrapped, overlap_grad_reduce=True)
+
+    def microseconds(parameters):
+        loss = Nothing.apply(*parameters)
+        begin = time.perf_counter()
+        loss.backward()
+        return 1e6 * (time.perf_counter() - begin) / GATES
+
+    times = []
+    for _ in range(100):
+        ddp.zero_grad_buffer()
+        times.append((microseconds(wrapped), microseconds(plain)))
+        ddp.finish_grad_sync()
+    least = [tuple(map(min, zip(*times[i : i + 10]))) for i in range(0, 100, 10)]
+    bench._write(case, {"ours": [max(own - without, 1e-3) for own, without in least]}, "us")
+
+
 def growth(bench, shape):
     """The peak of a step after many, beside that of an early one."""
     case = case_of(bench, "growth", shape)
@@ -357,14 +386,14 @@ def main():
     waits(bench, stack, by_group=True)
     if not CONNECTIONS:
         layouts(bench)
+        gates(bench)
         memory(bench, stack)
         growth(bench, host)
-        everything = {**STEP, "own whole": own_whole, "torch ddp": torch_ddp}
-        compare(bench, case_of(bench, "host", host), everything, host=True)
+        compare(bench, case_of(bench, "host", host), EVERY, host=True)
         compare(bench, case_of(bench, "whole", stack), WHOLE)
-        compare(bench, case_of(bench, "block", stack, "fp8"), {"ours": own_block, "own bf16": ours})
+        compare(bench, case_of(bench, "block", stack, "fp8"), BLOCK)
         collectives(bench, stack)
-        compare(bench, case_of(bench, "average", stack), {"ours": own_average, "megatron": megatron})
+        compare(bench, case_of(bench, "average", stack), AVERAGE)
     bench.finish()
 
 

@@ -317,6 +317,7 @@ def _data_parallel():
     bounds = {"x fsdp2": 1 / 0.5, "x torch ddp": 1 / 1.15}
     yield from _targets("D", "data_parallel_host", "bf16", host, "step", bounds, two)
     yield from _targets("D", "data_parallel_growth", "bf16", host, "step", {"x own first": 1 / 1.001}, two)
+    yield from _targets("D", "data_parallel_gate", "fp32", "2000", "step", {"us": 0.5}, two)
     yield from _targets("D", "data_parallel_layout", "fp32", "10000", "step", {"us": 200_000}, two)
     yield from _targets("D", "data_parallel_whole", "fp32", "4x256x704x256", "step", {"x torch ddp": 1 / 1.05}, "cpux2")
 
