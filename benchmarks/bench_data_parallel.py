@@ -16,8 +16,7 @@ peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a paramete
 remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth is the peak of a step after
 hundreds, beside that of the first. data_parallel_gate is the host's time of a gate beyond its addition: a backward that
 brings nothing to some thousand parameters, less the same without a wrapper. Layouts of ten thousand parameters are
-planned without memory. The environment variable of the third line is read when a process starts: it names the rows of
-its steps and waits.
+planned without memory. The third line's environment variable, read at a process's start, names its steps and waits.
 On a CPU wanted: data_parallel_whole <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
 
 import contextlib
