@@ -278,3 +278,36 @@ def test_a_removed_gate_counts_nothing():
     assert torch.equal(weight.grad, torch.full((4,), 2.0)) and counts.left == [1]
     with refused(ValueError, "'counts'", "2 numbers", "wanted 1"):
         counts.expect([1, 2])
+
+
+class Slow(torch.autograd.Function):
+    """Itself; its backward takes a while on the stream of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        torch.cuda._sleep(50_000_000)
+        return dy
+
+
+@pytest.mark.gpu
+def test_a_reduction_waits_for_the_streams_of_its_products(monkeypatch):
+    """One bucket: the first product runs late on a stream of its own, the last one on that of the reduction."""
+    late, last = (te.Linear(WIDTH, WIDTH, **{**FUSED, "device": "cuda"}) for _ in range(2))
+    module, side = torch.nn.ModuleList([late, last]), torch.cuda.Stream()
+    ddp = wrapped(monkeypatch, FakeCommunicator(), module, overlap_grad_reduce=True)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        x = torch.ones(4, WIDTH, device="cuda", requires_grad=True)
+        y = last(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = Slow.apply(late(x))
+        torch.cuda.current_stream().wait_stream(side)
+        (y.sum() + z.sum()).backward()
+        assert {group.state.name for group in ddp.bucket_groups} == {"IN_FLIGHT" if step else "ACCUMULATING"}
+        ddp.finish_grad_sync()
+        assert all((p.main_grad == 4.0).all() for p in module.parameters()), f"step {step}"
