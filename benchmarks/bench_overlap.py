@@ -138,12 +138,12 @@ def main():
     link = meter.link()
     bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
     bench.say(link.entry(kind_of(bench.device)))
-    asked = bench.options.tokens or tokens
-    for m in asked:
+    counts = bench.options.tokens or tokens
+    for m in counts:
         for op, widths in shapes.items():
             for n, k in widths:
                 forward(bench, op, m, n, k)
-    for n, k in shapes["gather_linear"][:1] if tokens[0] in asked else ():
+    for n, k in shapes["gather_linear"][:1] if tokens[0] in counts else ():
         for direction in ("backward", "forward+backward"):
             backward(bench, tokens[0], n, k, direction)
     bench.finish()

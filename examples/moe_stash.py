@@ -98,7 +98,7 @@ class Demonstration:
             verdict = stash.verdict(wait=True)
             took = 1e3 * (time.perf_counter() - start)
             if number:
-                self.told(f"step {number}, {skew}, {took:.0f} ms", verdict)
+                self.report(f"step {number}, {skew}, {took:.0f} ms", verdict)
         self.compare("eager", results)
         if self.device.type == "cuda":
             self.captured(run, stash)
@@ -110,7 +110,7 @@ class Demonstration:
         """The first, balanced step sizes the pool; the buffers hold at most `capacity` times that."""
         return min(self.config.capacity, self.config.rows / self.config.balanced_rows) * 1.1
 
-    def told(self, what: str, verdict: Verdict | None) -> None:
+    def report(self, what: str, verdict: Verdict | None) -> None:
         """The last layer's backward directly follows its forward, so nothing of it is copied."""
         if verdict is None:
             return self.check(f"{what}: nothing was stashed", False)
@@ -172,7 +172,7 @@ class Demonstration:
         for step in self.order[:2]:
             results.append(run(*step))
             verdicts.append(short.verdict(wait=True))
-        self.told(f"{short.device_pages} device pages", verdicts[-1])
+        self.report(f"{short.device_pages} device pages", verdicts[-1])
         self.check("some of it was on the host", any(v is not None and v.report["spilled_bytes"] > 0 for v in verdicts))
         self.compare("through host pages", results)
         short.close()

@@ -62,7 +62,7 @@ class Interrupt:
     """Turns the first Ctrl-C into a request that the loop reads between two steps; a second one ends at once."""
 
     def __init__(self):
-        self.asked = False
+        self.requested = False
 
     def __enter__(self):
         self.before = signal.signal(signal.SIGINT, self._ask)
@@ -72,7 +72,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.before)
 
     def _ask(self, *_):
-        self.asked = True
+        self.requested = True
         signal.signal(signal.SIGINT, self.before)
         tqdm.write("Ctrl-C: finishing this step, then saving (again: leave at once)")
 
@@ -267,10 +267,10 @@ class Run:
         with Interrupt() as interrupt:
             if self.twin and self.trainer.done:
                 for _ in tqdm(range(self.trainer.done), desc="the plain twin catches up", disable=None, leave=False):
-                    if interrupt.asked:
+                    if interrupt.requested:
                         return False
                     self.twin.step(self.batches)
-            while self.trainer.done < self.config.steps and not self.ranks.any(interrupt.asked):
+            while self.trainer.done < self.config.steps and not self.ranks.any(interrupt.requested):
                 ours = self.trainer.step(self.batches)
                 plain = self.twin.step(self.batches) if self.twin else None
                 self.log.step(self.trainer.done, ours, plain)
@@ -278,7 +278,7 @@ class Run:
                     self._save()
             self.log.close()
             self._save()
-            return not self.ranks.any(interrupt.asked)
+            return not self.ranks.any(interrupt.requested)
 
     def _save(self) -> None:
         """Save; a failed write stops neither the training nor its report."""

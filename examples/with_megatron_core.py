@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = options(arguments)
     need("megatron.core", "megatron")
     if not torch.cuda.is_available():
-        print("megatron-core asks for CUDA throughout: this example needs a GPU")
+        print("megatron-core uses CUDA throughout: this example needs a GPU")
         return 2
     rank = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)

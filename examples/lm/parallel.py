@@ -128,11 +128,11 @@ class Ranks:
         if self.size > 1:
             distributed.allreduce_sequence_parallel_grads(model, self.group)
 
-    def any(self, asked: bool) -> bool:
-        """Whether any rank asked for it: all ranks must leave a loop in the same step."""
+    def any(self, requested: bool) -> bool:
+        """Whether any rank requests it: all ranks must leave a loop in the same step."""
         if self.size * self.replicas == 1:
-            return asked
-        flag = torch.tensor([int(asked)])
+            return requested
+        flag = torch.tensor([int(requested)])
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 

@@ -12,6 +12,7 @@ namespace {
 
 using testing::Matrix;
 using testing::MatrixCall;
+using testing::options_of;
 using testing::Sharded;
 using testing::World;
 using testing::WorldOptions;
@@ -149,17 +150,6 @@ struct OnWorld {
   void run() { world.run(); }
 };
 
-WorldOptions options_of(int32_t ranks, uint64_t seed, uint32_t left_out = 0) {
-  WorldOptions options{};
-  options.ranks = ranks;
-  options.buffers = 1 + int32_t(seed % 2);
-  options.seed = seed;
-  options.by_loop = true;
-  options.poison = true;
-  options.left_out = left_out;
-  return options;
-}
-
 Stack expected(int32_t ranks, int depth, int batches = 2) {
   Stack stack(ranks, depth, batches);
   OneByOne op;
@@ -201,7 +191,9 @@ TEST_P(LeftOut, IsSeen) {
     for (const int batches : {1, 2}) {
       const Stack want = expected(ranks, 3, batches);
       for (uint64_t seed = 0; seed < 100; ++seed) {
-        wrong += !walked(options_of(ranks, seed, GetParam().first), 3, batches).same_bits(want);
+        WorldOptions options = options_of(ranks, seed);
+        options.left_out = GetParam().first;
+        wrong += !walked(options, 3, batches).same_bits(want);
       }
     }
     EXPECT_GT(wrong, 10) << ranks << " ranks: hardly an order shows that it is missing";

@@ -201,7 +201,7 @@ TEST(CommPeer, TimeThatThisProcessWasStoppedForDoesNotCount) {
   if (child == 0) {
     Ranks all(2, 0.5);
     std::thread waits([&] { all.call(0, "a call", 1); });
-    while (te::comm::word(all.words().line(0, 0, 1).wants_arrived).load() == 0) std::this_thread::yield();
+    while (te::comm::word(all.words().line(0, 0, 1).expected_arrived).load() == 0) std::this_thread::yield();
     raise(SIGSTOP);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));  // looks at the clock
     all.call(1, "a call", 1);
@@ -298,7 +298,7 @@ TEST(CommPeer, AwaitedWordsAreSetAfterAFailure) {
   Ranks all(2);
   ok(te_comm_peer_give_up(all[1], "raised"));
   te::comm::Line& line = all.words().line(0, 0, 1);
-  te::comm::word(line.wants_arrived).store(77);
+  te::comm::word(line.expected_arrived).store(77);
   const auto began = Clock::now();
   while (te::comm::word(line.arrived).load() != 77 && Clock::now() - began < std::chrono::seconds(10)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -22,13 +22,8 @@ using testing::WorldOptions;
 constexpr int32_t kMostRanks = 8;
 constexpr uint64_t kSeeds = 100;
 
-WorldOptions options_of(int32_t ranks, uint64_t seed) {
-  WorldOptions options{};
-  options.ranks = ranks;
-  options.buffers = 1 + int32_t(seed % 2);
-  options.seed = seed;
-  options.by_loop = true;
-  options.poison = true;
+WorldOptions traced(int32_t ranks, uint64_t seed) {
+  WorldOptions options = testing::options_of(ranks, seed);
   options.trace = true;
   return options;
 }
@@ -39,7 +34,7 @@ void check_seeds(MatrixCall<T> call, bool by_depth, int64_t rows, const Sharded<
   const auto ranks = int32_t(want.size());
   call.weight_by_depth = by_depth;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    World world(options_of(ranks, seed));
+    World world(traced(ranks, seed));
     Sharded<T> out = testing::empty<T>(ranks, rows, want[0].cols);
     call.schedule = seed % 4 == 0 ? TE_COMM_SERIAL : TE_COMM_CHUNKED;
     call.out = &out;
@@ -134,7 +129,7 @@ TEST(CommWorld, ProductScatter) {
 
 // With by_loop off a call uses te_gemm: the installed CPU product, or the plain loop.
 TEST(CommWorld, ProductsAreTeGemms) {
-  WorldOptions options = options_of(2, 1);
+  WorldOptions options = traced(2, 1);
   options.by_loop = false;
   World world(options);
   Sharded<float> x = testing::random<float>(2, 4, 8, 1), w = testing::random<float>(2, 3, 8, 2);
@@ -153,7 +148,7 @@ TEST(CommWorld, TraceIsThePlan) {
   Sharded<float> out = testing::empty<float>(kRanks, 3, 5);
   std::set<std::vector<int32_t>> orders;
   for (uint64_t seed = 0; seed < 10; ++seed) {
-    World world(options_of(kRanks, seed));
+    World world(traced(kRanks, seed));
     MatrixCall<float>{TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, &x, &w, nullptr, &out}.queue_in(world);
     world.run();
     std::map<int32_t, std::vector<Event>> pushes, others;
@@ -200,13 +195,13 @@ TEST(CommWorld, RefusesWhatDoesNotFit) {
       EXPECT_NE(std::string(error.what()).find(message), std::string::npos) << error.what();
     }
   };
-  WorldOptions bad = options_of(0, 0);
+  WorldOptions bad = traced(0, 0);
   refused([&] { World(bad).run(); }, "'options.ranks' is 0");
-  bad = options_of(2, 0);
+  bad = traced(2, 0);
   bad.buffers = 3;
   refused([&] { World(bad).run(); }, "'options.buffers' is 3");
 
-  World world(options_of(3, 0));
+  World world(traced(3, 0));
   Sharded<float> x = testing::random<float>(3, 4, 8, 1), w = testing::random<float>(3, 5, 8, 2);
   Sharded<float> out = testing::empty<float>(3, 12, 5), narrow = testing::empty<float>(3, 12, 4);
   MatrixCall<float> call{TE_COMM_GATHER_PRODUCT, TE_COMM_CHUNKED, &x, &w, nullptr, &narrow};

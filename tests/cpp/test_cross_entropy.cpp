@@ -144,7 +144,7 @@ TEST_P(CrossEntropy, LossAloneLeavesLogits) {
   EXPECT_EQ(p.loss.read(), alone);
 }
 
-// Whoever calls, and where memory lies.
+// For any caller, and any place of its memory.
 TEST_P(CrossEntropy, BitsOfARowAreItsOwn) {
   for (const int64_t cols : {1000, 20001, 70000}) {
     Problem<float> p(GetParam(), 5, cols), odd(GetParam(), 5, cols, cols + 3);

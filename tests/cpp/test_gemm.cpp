@@ -281,7 +281,7 @@ TEST_P(Gemm, EveryCandidateIsRightAndRepeatsItsBits) {
     const Shape s{72, 88, 2000, 0};
     Problem<bf16, float> p(GetParam(), layout, s);
     TE_ASSERT_OK(p.run());
-    const std::vector<float> unasked = p.d.read();
+    const std::vector<float> by_default = p.d.read();
     te_gemm_key key;
     TE_ASSERT_OK(te_gemm_key_of(&p.problem, &key));
     const std::vector<te_gemm_choice> choices = candidates_of(key, 64);
@@ -292,7 +292,7 @@ TEST_P(Gemm, EveryCandidateIsRightAndRepeatsItsBits) {
       TE_ASSERT_OK(p.run());
       const std::vector<float> got = p.d.read();
       if (i == 0) {
-        EXPECT_EQ(got, unasked) << "the first candidate is not the one that runs unasked";
+        EXPECT_EQ(got, by_default) << "the first candidate is not the one that runs by_default";
       }
       for (size_t j = 0; j < got.size(); ++j) ASSERT_NEAR(got[j], p.product[j], p.sum_error(j)) << "candidate " << i;
       p.d.poison();
@@ -304,7 +304,7 @@ TEST_P(Gemm, EveryCandidateIsRightAndRepeatsItsBits) {
     TE_ASSERT_OK(te_gemm_forget_choices());
     p.d.poison();
     TE_ASSERT_OK(p.run());
-    EXPECT_EQ(p.d.read(), unasked);
+    EXPECT_EQ(p.d.read(), by_default);
   }
 }
 

@@ -68,21 +68,21 @@ TEST_P(GemmSplits, WhatIsNotSplitHasTheBitsOfOneAccumulator) {
     int32_t found = 0;
     TE_ASSERT_OK(te_gemm_key_of(&p.problem, &key));
     TE_ASSERT_OK(te_gemm_candidates(&key, 64, choices, &found));
-    const uint8_t unasked = splits_of(p.problem, along_depth, count);
+    const uint8_t by_default = splits_of(p.problem, along_depth, count);
     for (int32_t i = 0; i < found; ++i) {
       TE_ASSERT_OK(te_gemm_choose(&key, &choices[i], 1));
-      const uint8_t says = splits_of(p.problem, along_depth, count);
+      const uint8_t splits = splits_of(p.problem, along_depth, count);
       if (i == 0) {
-        EXPECT_EQ(says, unasked);
+        EXPECT_EQ(splits, by_default);
       }
-      (says != 0 ? split : whole) += 1;
-      if (says != 0) continue;
+      (splits != 0 ? split : whole) += 1;
+      if (splits != 0) continue;
       p.d.poison();
       TE_ASSERT_OK(p.run());
       EXPECT_EQ(testing::widened(p.d.read()), testing::widened(want)) << name_of(layout, s) << " candidate " << i;
     }
     TE_ASSERT_OK(te_gemm_forget_choices());
-    EXPECT_EQ(splits_of(p.problem, along_depth, count), unasked);
+    EXPECT_EQ(splits_of(p.problem, along_depth, count), by_default);
   }
   if (GetParam() != TE_DEVICE_CPU) {
     EXPECT_TRUE(split > 0 && whole > 0) << split << " split, " << whole << " whole";
@@ -125,7 +125,7 @@ TEST_P(GemmSplits, LargeGroupsAreNotSplit) {
   }
 }
 
-TEST_P(GemmSplits, CountsAreThoseOfTheAskedProblem) {  // of more counts than one, of which each is a problem for itself
+TEST_P(GemmSplits, CountsAreThoseOfTheGivenProblem) {  // of more counts than one, of which each is a problem for itself
   Problem<bf16, bf16> p(GetParam(), TE_GEMM_TN, {256, 64, 4096, 0});
   std::vector<int64_t> counts;
   for (int64_t count = 0; count <= 256; count += 8) counts.push_back(count);

@@ -49,7 +49,8 @@ void launch(Fp8Case<Left, D>& c, int sms, unsigned seed) {
   const GroupedShape& s = c.shape;
   gemm::grouped::ProblemShape e{s.rows(), s.n, s.k};
   if (c.wgrad()) e.rows = c.panels() * 128, e.panels = c.panels();
-  launch_fp8(c.problem, e, EmulatedGpu<Left>{{sms, seed}, c.scaling});
+  const EmulatedGpu<Left> gpu{{sms, seed}, c.scaling};
+  c.wgrad() ? launch_wgrads_fp8(c.problem, e, gpu) : launch_rows_fp8(c.problem, e, gpu);
 }
 
 // Rows of groups must equal the formula; rows after the last group are zeros, or unchanged.

@@ -45,7 +45,9 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
   }
   TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
   const gemm::grouped::ProblemShape e{s.rows(), s.n, s.k};
-  ASSERT_NO_THROW(launch_all(got.problem, e, EmulatedGpu<T>{{sms, 7}})) << name;
+  const EmulatedGpu<T> gpu{{sms, 7}};
+  ASSERT_NO_THROW(product == TE_GROUPED_WGRAD ? launch_wgrads(got.problem, e, gpu) : launch_rows(got.problem, e, gpu))
+      << name;
   if (product != TE_GROUPED_WGRAD) {
     EXPECT_TRUE(same(want.row_result().read(), got.row_result().read())) << name;
     EXPECT_TRUE(got.row_result().padding_untouched()) << name;
@@ -138,7 +140,7 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
     got.x.fill(got.x_values);
     got.dy.fill(got.dy_values);
     TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
-    gemm::grouped::launch_all(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{{3, unsigned(clean)}});
+    gemm::grouped::launch_wgrads(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{{3, unsigned(clean)}});
     EXPECT_TRUE(same(want.results[clean]->read(), got.results[clean]->read())) << clean;
   }
 }

@@ -236,9 +236,9 @@ TEST_P(QuantizeRange, Errors) {
   const te_quantize_range good{200, 200, 300, x.tensor(), TE_BFLOAT16};
   const te_quantize_range_plan blocks{TE_SCALING_BLOCK_2D, kAbsent, amaxes.tensor(), kAbsent, 0, 0};
   const te_quantize_range_plan given{TE_SCALING_TENSOR, one.tensor(), kAbsent, kAbsent, 0, 0};
-  const auto refused = [&](te_status status, const std::string& says, te_status wanted = TE_INVALID_ARGUMENT) {
-    EXPECT_EQ(status, wanted) << says;
-    EXPECT_NE(std::string(te_last_error()).find(says), std::string::npos) << te_last_error();
+  const auto refused = [&](te_status status, const std::string& message, te_status wanted = TE_INVALID_ARGUMENT) {
+    EXPECT_EQ(status, wanted) << message;
+    EXPECT_NE(std::string(te_last_error()).find(message), std::string::npos) << te_last_error();
   };
   const auto amax = [&](auto change, te_scaling scaling = TE_SCALING_BLOCK_2D) {
     te_quantize_range range = good;

@@ -64,7 +64,7 @@ TEST_P(Rope, InPlaceGivesTheSameBits) {
   }
 }
 
-// Where positions are many, a warp of the GPU walks over more heads than it asks for ahead; where they are few, heads
+// Where positions are many, a warp of the GPU walks over more heads than it loads ahead; where they are few, heads
 // are split over warps. A position's bits do not follow from the others.
 TEST_P(Rope, ManyPositionsGiveTheBitsOfFew) {
   for (const Case& c :

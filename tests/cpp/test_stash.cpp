@@ -122,7 +122,7 @@ TEST_P(Stash, CountersOfOneByteAreUnsigned) {
   EXPECT_EQ(pool.report().flags, 0u);
 }
 
-TEST_P(Stash, TailsEndAsTheMemberAsks) {
+TEST_P(Stash, TailsEndAsTheMemberRequests) {
   for (const te_stash_tail tail : {TE_STASH_TAIL_KEEP, TE_STASH_TAIL_TILE, TE_STASH_TAIL_ZERO}) {
     for (const int64_t shift : {0, 4, 7}) {
       Group group(device(), {{48, 1000, tail, 128, shift}, {3, 1000, tail, 7, shift}, {16, 100, tail, 1000, shift}});

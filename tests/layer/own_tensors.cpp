@@ -37,9 +37,9 @@ class RowScale final : public Prologue {
   PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
                             const PrologueGradient& g) const override {
     PrologueBackward back;
-    if (g.wants_input) {
+    if (g.needs_input) {
       back.dx = operand_of(dispatch, g.next_quantizer, g.d_operand * saved.tensors[kRowScale], g.usage,
-                           g.wants_next_sums ? &back.dx_sums : nullptr);
+                           g.needs_next_sums ? &back.dx_sums : nullptr);
     }
     if (g.wanted[kRowScale]) back.gradients.emplace_back(kRowScale, (g.d_operand * saved.input).sum({-1}, true));
     return back;

@@ -28,7 +28,7 @@ def dotted(node):
 
 
 def private_names(source):
-    """(line, name) of each private name of torch's that the source asks for."""
+    """(line, name) of each private name of torch's that the source uses."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -54,7 +54,7 @@ def test_each_spelling_is_seen(source):
     assert private_names(source)
 
 
-def test_no_other_file_asks_for_private_names():
+def test_no_other_file_uses_private_names():
     wrong = [f"{p.relative_to(REPO)}:{line}: {name}" for p in files() for line, name in private_names(p.read_text())]
     assert not wrong, f"move these to {FILE.relative_to(REPO)}:\n" + "\n".join(wrong)
 

@@ -84,4 +84,14 @@ def test_identifiers_are_code_alone(tmp_path):
     assert words.identifiers(path) == [(2, "lease")]
     assert set(words.replaced_in("transformer_engine/pytorch/csrc/layer/tp_comm.h")) >= {"lease", "room", "Call"}
     assert "room" not in words.replaced_in("transformer_engine/pytorch/csrc/layer/forward.cpp")
-    assert words.replaced_in("transformer_engine/common/include/transformer_engine/stash.h") == {}
+    header = "transformer_engine/common/include/transformer_engine/stash.h"
+    assert words.replaced_in(header) == {} and words.deeds_in(header) == set()
+
+
+def test_deeds_of_persons_are_found_as_parts_of_names():
+    found = words.deeds_in("transformer_engine/pytorch/module/linear.py")
+    for name in ("every_rank_says", "WantsGrad", "find_unasked", "NOT_ASKED", "kLoan"):
+        assert words.parts(name) & found, name
+    for name in ("masks_of", "essays", "is_wanted", "unknown_keyword"):
+        assert not words.parts(name) & found, name
+    assert "told" in found and "told" not in words.deeds_in("tests/policy/words.py")

@@ -18,10 +18,7 @@ NODE = [  # what every chain of layers runs first, and is called by its registra
     (f"{CSRC}/layer/forward.cpp", "LayerChain::forward", "layer by layer"),
     (f"{CSRC}/layer/forward.cpp", "layer_forward", "prologue, then GEMM"),
 ]
-CALL = [  # DispatchMode::call and the call of Direct
-    (f"{CSRC}/core/common.h", "call", "past the dispatcher, or through it"),
-    (f"{CSRC}/core/common.h", "call", "what te.explain records"),
-]
+CALL = (f"{CSRC}/core/common.h", "call", "past the dispatcher, or through it; what te.explain records")
 
 # (file or folder, function, what it decides).
 WALKS = {
@@ -33,7 +30,7 @@ WALKS = {
         (f"{CSRC}/layer/op_registration.h", "python", "arguments of Python as those of the schema"),
         *NODE,
         (f"{CSRC}/layer/prologue_activation.cpp", "forward", "plain, or straight to FP8"),
-        *CALL,
+        CALL,
         (f"{CSRC}/ops/activation.cpp", "activation_fwd", "allocate, view, stream"),
         (f"{ENGINE}/activation", "te_activation_forward", "contract"),
         (f"{ENGINE}/activation/activation.cpp", "forward", "rows, in chunks"),
@@ -44,21 +41,15 @@ WALKS = {
         (f"{PYTORCH}/module/grouped_linear.py", "forward", "splits, kept weights, buffers"),
         (f"{PYTORCH}/functional/grouped_linear.py", "grouped_linear", "eager or compiled"),
         (f"{CSRC}/layer/grouped_linear.cpp", "TE_OP_REGISTRATION", "the op's schema, its function for Python"),
-        (f"{CSRC}/layer/grouped_linear.cpp", "grouped_linear", "splits of the host or of the device"),
         *NODE,
-        (f"{CSRC}/layer/layer_gemm.cpp", "layer_gemm", "rows at once, or as they arrive"),
         (f"{CSRC}/layer/gemm_policy_device.cpp", "fprop", "plain or FP8, a new output or a given one"),
-        *CALL,
-        (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_fprop", "the output"),
-        (f"{CSRC}/gemm/grouped_gemm.cpp", "fprop_into", "CPU or CUDA"),
-        (f"{CSRC}/gemm/grouped_gemm.cpp", "rows_by_kernel", "the problem of the C API"),
-        (f"{CSRC}/core/grouped_operands.cpp", "launch", "stream"),
+        CALL,
+        (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_fprop", "arguments, the output"),
+        (f"{CSRC}/gemm/grouped_gemm.cpp", "rows_product", "CPU or CUDA; the problem of the C API, the stream"),
         (f"{ENGINE}/gemm", "te_grouped_gemm", "contract"),
-        (f"{ENGINE}/gemm", "run", "plain or FP8"),
-        (f"{ENGINE}/gemm", "launch_all", "rows or weight gradients"),
+        (f"{ENGINE}/gemm", "run", "plain or FP8, rows or weight gradients"),
         (f"{ENGINE}/gemm", "launch_rows", "groups of a launch, tensor maps"),
-        (f"{ENGINE}/gemm", "fprop", "operands of the launch"),
-        (f"{ENGINE}/gemm", "launch_fprop", "bfloat16 or float16"),
+        (f"{ENGINE}/gemm/grouped/fprop.cu", "Gpu::fprop", "bfloat16 or float16"),
         (f"{ENGINE}/gemm", "start", "shared memory; <<<>>>"),
     ],
 }

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_tensor
 from transformer_engine.pytorch._internal.compiling import refuse
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch._internal.torch_private import current_graph_task_id
 from transformer_engine.pytorch.distributed.groups import check_device, ranks_of
 from transformer_engine.pytorch.distributed.regions import (
@@ -73,7 +73,7 @@ def _laid_out(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
     return logits.contiguous(), target, None
 
 
-def _told_by_caller(op: str, logits: str, error: Exception) -> Exception:
+def _error_for_caller(op: str, logits: str, error: Exception) -> Exception:
     """An error of the ops in the words of the function that called them. logits: its name for the argument 'logits'."""
     text, found = _OPS_WORDS.subn(f"{op}: ", str(error), count=1)
     if not found:
@@ -81,7 +81,7 @@ def _told_by_caller(op: str, logits: str, error: Exception) -> Exception:
     return type(error)(text.replace("'logits'", f"'{logits}'", 1))
 
 
-@tells_keywords(renamed={"_input": "inp"})
+@check_keywords(renamed={"_input": "inp"})
 def parallel_cross_entropy(
     inp: torch.Tensor,
     target: torch.Tensor,
@@ -136,7 +136,7 @@ def parallel_cross_entropy(
             ranks=ranks,
         )
     except (ValueError, RuntimeError) as error:
-        raise _told_by_caller(op, "inp", error) from None
+        raise _error_for_caller(op, "inp", error) from None
     if order is None or reduce_loss:
         return loss
     return loss.permute([order.index(d) for d in range(loss.dim())])
@@ -183,7 +183,7 @@ def _note_precision(op: str, weight: torch.Tensor, fp8: bool) -> None:
         _in_fp8.pop(weight, None)
 
 
-@tells_keywords()
+@check_keywords()
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -246,4 +246,4 @@ def fused_linear_cross_entropy(
             ranks=ranks,
         )
     except (ValueError, RuntimeError) as error:
-        raise _told_by_caller(op, "logits", error) from None
+        raise _error_for_caller(op, "logits", error) from None

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformer_engine.pytorch._internal.absent import names_without_a_body, refusal
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 
 _EXPORT = "export to ONNX is"
 __getattr__ = names_without_a_body(__name__, {"te_translation_table": (_EXPORT, "")})
 
 
-@tells_keywords()
+@check_keywords()
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Modules called inside can be exported. enabled=False: nothing changes."""

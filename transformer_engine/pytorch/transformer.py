@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from transformer_engine.pytorch._internal.arguments import check_tensor
-from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, check_keywords
 from transformer_engine.pytorch._internal.torch_autocast import to_autocast
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import check_format
 from transformer_engine.pytorch.attention.masks import AttentionMask, Window, check_mask, check_window
@@ -52,7 +52,7 @@ class TransformerLayer(Composite):
     tp_recompute_allgather, tp_overlap (extensions of the common API): as Linear's; ub_tp_comm_overlap means "auto".
     """
 
-    @tells_keywords(retired=OF_ATTENTION)
+    @check_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         hidden_size: int,

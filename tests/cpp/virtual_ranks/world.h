@@ -45,6 +45,11 @@ struct WorldOptions {
   uint32_t left_out;  // Wait bits
 };
 
+// The seed gives the order and the number of buffers.
+inline WorldOptions options_of(int32_t ranks, uint64_t seed) {
+  return {ranks, 1 + int32_t(seed % 2), seed, /*by_loop=*/true, /*poison=*/true, /*trace=*/false, /*left_out=*/0};
+}
+
 // One call of every rank; arrays have a tensor for each rank, all of one dtype that te_gemm accepts.
 //   GATHER_PRODUCT   source [rows / t, depth]; out [rows, cols] = the gathered [rows, depth] x weight + bias [1, cols].
 //     Without a weight nothing is multiplied, and out is ignored. With other [rows, n] the gathered rows enter a second

@@ -120,8 +120,8 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.te.scaled_activation.default, (x, scale, "swiglu", []))
     plain = x.detach(), scale.detach()
     torch.library.opcheck(torch.ops.te.scaled_activation_fwd.default, (*plain, live, "swiglu", []))
-    for wants_dscale, emit in ((True, True), (False, False)):
-        args = (dy, *plain, live, "swiglu", [], wants_dscale, emit)
+    for needs_dscale, emit in ((True, True), (False, False)):
+        args = (dy, *plain, live, "swiglu", [], needs_dscale, emit)
         torch.library.opcheck(torch.ops.te.scaled_activation_bwd.default, args)
 
 

@@ -1,5 +1,5 @@
 """megatron-core's GPT trains on our layers, unmodified: its layer spec, grouped products of a mixture, data-parallel
-buffers and optimizer, as examples/with_megatron_core.py calls them. On a CPU what it asks of CUDA is answered by
+buffers and optimizer, as examples/with_megatron_core.py calls them. On a CPU its calls of CUDA are answered by
 megatron_on_cpu.py. Skipped, by name, where the package is not installed."""
 
 import importlib.util

@@ -205,7 +205,7 @@ def test_ignored_index_inside_the_vocabulary(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_token_are_its_own(device, dtype):
-    """Whoever else is in the call, wherever its memory starts, and in every run."""
+    """Beside any other row of the call, wherever its memory starts, and in every run."""
     logits, target = draw(device, 11, 1021, dtype=dtype)
 
     def run(x, t):

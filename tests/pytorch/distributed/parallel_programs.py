@@ -32,7 +32,7 @@ class Program:
     around: str
     dtype: torch.dtype
     frozen: tuple  # every so many-th parameter, from which on
-    wants_x: bool
+    needs_x: bool
     microbatches: int
     reverse: bool
     layout: str
@@ -119,7 +119,7 @@ def draw(seed):
         around=around,
         dtype=torch.bfloat16 if r.random() < 0.25 else torch.float32,
         frozen=(every, first),
-        wants_x=r.random() < 0.8,
+        needs_x=r.random() < 0.8,
         microbatches=r.choice((1, 1, 2, 3)),
         reverse=r.random() < 0.5,
         layout=r.choice(LAYOUTS),
@@ -229,8 +229,8 @@ def as_tuple(outputs):
 def steps(module, program, x, loss_of):
     """All forwards, then all backwards: the first outputs, and the gradients of the inputs."""
     leaves = [laid(x * (1 + 0.5 * i), program.layout).detach() for i in range(program.microbatches)]
-    leaves = [leaf.requires_grad_(program.wants_x) for leaf in leaves]
-    hidden = [leaf * 1 if program.wants_x else leaf for leaf in leaves]
+    leaves = [leaf.requires_grad_(program.needs_x) for leaf in leaves]
+    hidden = [leaf * 1 if program.needs_x else leaf for leaf in leaves]
     outputs = [as_tuple(called(module, program, i)(h)) for i, h in enumerate(hidden)]
     for i in reversed(range(len(outputs))) if program.reverse else range(len(outputs)):
         loss = loss_of(i, outputs[i])

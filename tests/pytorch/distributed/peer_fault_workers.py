@@ -173,21 +173,21 @@ def sleepy(rank, ranks, folder):
     note(folder, rank, wrong=wrong)
 
 
-def _dies_where_it_says(what, rank, folder):
+def _dies_in_exchange(what, rank, folder):
     """Rank 1 dies while a slot grows. The ranks exchange in steps its size, where its memory is, and that they mapped
     it."""
     module = made("column", "chunked", torch.float32)
     run(module, example("column", rank, torch.float32, TOKENS))
     if rank == 1:
         note_when(folder)
-        tell = distributed.peer._Meeting._tell
+        exchange = distributed.peer._Meeting._exchange
 
         def dies(meeting, step, value):
             if step.endswith(what):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return tell(meeting, step, value)
+            return exchange(meeting, step, value)
 
-        distributed.peer._Meeting._tell = dies
+        distributed.peer._Meeting._exchange = dies
     found = meet(module, example("column", rank, torch.float32, 8 * TOKENS))
     alive = memory_of_channels()
     del module
@@ -197,27 +197,27 @@ def _dies_where_it_says(what, rank, folder):
 
 def dies_while_memory_grows(rank, ranks, folder):
     """A rank that the others wait for in Python."""
-    _dies_where_it_says("", rank, folder)
+    _dies_in_exchange("", rank, folder)
 
 
 def dies_with_memory_made(rank, ranks, folder):
     """Rank 1 dies after it made its memory, and before it sends the memory's path."""
-    _dies_where_it_says(" in", rank, folder)
+    _dies_in_exchange(" in", rank, folder)
 
 
 def dies_while_ranks_meet(rank, ranks, folder):
     """Rank 1 dies at the first call, directly after it has sent its location."""
     module, x = made("column", "chunked", torch.float32), example("column", rank, torch.float32, TOKENS)
     if rank == 1:
-        tell = distributed.peer._Meeting._tell
+        exchange = distributed.peer._Meeting._exchange
 
         def dies(meeting, step, value):
             if step != "here":
                 note_when(folder)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return tell(meeting, step, value)
+            return exchange(meeting, step, value)
 
-        distributed.peer._Meeting._tell = dies
+        distributed.peer._Meeting._exchange = dies
     note(folder, rank, **meet(module, x))
 
 

@@ -21,7 +21,7 @@ EXAMPLES = Path(with_lora.__file__).parent
 EXTRAS = {"accelerate": "accelerate", "lightning": "lightning", "hf_llama": "transformers"}
 
 
-def wants(extra):
+def needs_extra(extra):
     there = importlib.util.find_spec(extra) is not None
     return pytest.mark.skipif(
         not there and os.environ.get("CI") != "true",
@@ -38,7 +38,7 @@ def losses(text):
     return [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
 
 
-@wants("accelerate")
+@needs_extra("accelerate")
 def test_accelerate_replaces_and_trains(tmp_path):
     code, out, error = run(EXAMPLES / "with_accelerate.py", "--cpu", cwd=tmp_path)
     assert code == 0, error
@@ -47,7 +47,7 @@ def test_accelerate_replaces_and_trains(tmp_path):
     assert last < first / 2
 
 
-@wants("lightning")
+@needs_extra("lightning")
 def test_lightning_replaces_and_trains(tmp_path):
     code, out, error = run(EXAMPLES / "with_lightning.py", "--cpu", cwd=tmp_path)
     assert code == 0, error
@@ -56,7 +56,7 @@ def test_lightning_replaces_and_trains(tmp_path):
     assert last < first / 2
 
 
-@wants("transformers")
+@needs_extra("transformers")
 def test_llama_has_its_logits_and_trains_in_fp8(capsys):
     assert with_hf_llama.main([]) == 0
     out = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_llama_has_its_logits_and_trains_in_fp8(capsys):
     assert last < first / 2
 
 
-@wants("transformers")
+@needs_extra("transformers")
 def test_llama_refuses_what_it_would_get_wrong():
     import transformers
 

@@ -62,7 +62,7 @@ def _wrong_shape(path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (_truncated, "truncated or no safetensors file"),
         (_header_only, "truncated or no safetensors file"),
@@ -73,12 +73,12 @@ def _wrong_shape(path):
         (Path.unlink, "no file"),
     ],
 )
-def test_a_bad_checkpoint_is_named_and_nothing_changes(tmp_path, text, spoil, says):
+def test_a_bad_checkpoint_is_named_and_nothing_changes(tmp_path, text, spoil, message):
     train(tmp_path, text, "cpu", "--no-twin", "--steps", "2")
     folder = tmp_path / "runs" / "toy"
     spoil(folder / "checkpoint.safetensors")
     before = digests(folder)
-    with pytest.raises(ExampleError, match=says) as error:
+    with pytest.raises(ExampleError, match=message) as error:
         train(tmp_path, text, "cpu", "--no-twin", "--resume")
     assert str(folder / "checkpoint.safetensors") in str(error.value)
     assert digests(folder) == before

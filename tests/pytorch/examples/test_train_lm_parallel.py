@@ -50,7 +50,7 @@ def test_recomputing_changes_no_bit_and_keeps_less(runs):
     # Of a layer q, k, v and the MLP gather: 2 x (1 - 1/2) x positions x windows x hidden of four bytes, to two digits.
     assert abs(more - less - workers.TINY.tokens * workers.TINY.hidden * 4 / 2**20) <= 0.01
     assert "divided over 2 ranks" in shown and "the tied embedding and head" in shown
-    assert not second["sequence"][1]  # one process speaks for all
+    assert not second["sequence"][1]  # one process prints for all
 
 
 def test_the_whole_model_goes_on_from_a_divided_ones_checkpoint(runs):
@@ -85,7 +85,7 @@ def test_torchrun_starts_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("--tp", "2"), r"--tp 2: .* there are 1: start it by `torchrun --nproc-per-node=2`, or give --tp 1"),
         (("--tp", "3"), r"--tp 3: does not divide the toy preset's 4 heads, 4 groups of heads, 256 bytes"),
@@ -97,7 +97,7 @@ def test_torchrun_starts_it(tmp_path):
         (("--accumulate", "3"), "--accumulate 3: wanted a divisor of the preset's 4 windows"),
     ],
 )
-def test_options_that_exclude_each_other_are_named(tmp_path, options, says):
+def test_options_that_exclude_each_other_are_named(tmp_path, options, message):
     (tmp_path / "text.py").write_bytes(workers.TEXT)
-    with pytest.raises(ExampleError, match=says):
+    with pytest.raises(ExampleError, match=message):
         workers.train(tmp_path, "run", *options)

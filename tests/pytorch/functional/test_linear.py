@@ -109,18 +109,18 @@ def test_bits_of_torch_on_the_cpu(dtype):
             assert_same_bits(linear(x, weight), torch.nn.functional.linear(x, weight), what)
 
 
-@pytest.mark.parametrize("wants_bias", [False, True])
-@pytest.mark.parametrize("wants_weight", [False, True])
-@pytest.mark.parametrize("wants_x", [False, True])
-def test_frozen_arguments(wants_x, wants_weight, wants_bias, device):
+@pytest.mark.parametrize("needs_bias", [False, True])
+@pytest.mark.parametrize("needs_weight", [False, True])
+@pytest.mark.parametrize("needs_x", [False, True])
+def test_frozen_arguments(needs_x, needs_weight, needs_bias, device):
     """Frozen arguments get no gradient, and a tensor that no gradient reads is not kept."""
     x, weight, bias, dy = draw((4, 3), (16, 24), torch.float32, device)
-    for t, wants in ((x, wants_x), (weight, wants_weight), (bias, wants_bias)):
-        t.requires_grad_(wants)
+    for t, needs_grad in ((x, needs_x), (weight, needs_weight), (bias, needs_bias)):
+        t.requires_grad_(needs_grad)
     with saved_tensors() as kept:
         y = linear(x, weight, bias)
-    assert addresses(kept) == addresses([weight] * wants_x + [x] * wants_weight)
-    assert y.requires_grad == (wants_x or wants_weight or wants_bias)
+    assert addresses(kept) == addresses([weight] * needs_x + [x] * needs_weight)
+    assert y.requires_grad == (needs_x or needs_weight or needs_bias)
     check_against_oracle(x, weight, bias, dy, y, gradients(y, (x, weight, bias), dy))
 
 
@@ -162,19 +162,19 @@ def test_nan_and_infinity_spread(device):
 # ---- activation_linear: the composition of two ops that have their own oracles, bit for bit ----
 
 
-@pytest.mark.parametrize("wants_weight", [False, True])
-@pytest.mark.parametrize("wants_x", [False, True])
+@pytest.mark.parametrize("needs_weight", [False, True])
+@pytest.mark.parametrize("needs_x", [False, True])
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_linear_is_the_composition(dtype, kind, wants_x, wants_weight, device):
+def test_activation_linear_is_the_composition(dtype, kind, needs_x, needs_weight, device):
     for leading in ((5,), (0,), (2, 8)):
         _, weight, bias, dy = draw(leading, (24, 16), dtype, device)
         x = randn(*leading, 48 if kind == "swiglu" else 24, dtype=dtype, device=device)
-        x.requires_grad_(wants_x)
-        weight.requires_grad_(wants_weight)
+        x.requires_grad_(needs_x)
+        weight.requires_grad_(needs_weight)
         with saved_tensors() as kept:
             y = activation_linear(x, weight, bias, kind=kind)
-        wanted = [weight] * wants_x + [x] * (wants_x or wants_weight)
+        wanted = [weight] * needs_x + [x] * (needs_x or needs_weight)
         assert addresses(kept) == addresses(wanted), "the activation must not be kept"
         plain = linear(activation(x, kind), weight, bias)
         assert_same_bits(y, plain)

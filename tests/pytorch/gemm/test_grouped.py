@@ -59,7 +59,7 @@ def test_against_float64(dtype, device):
 
 
 @kernels
-def test_accumulation_is_asked_for_group_by_group(dtype, device):
+def test_accumulation_is_requested_group_by_group(dtype, device):
     x, dy, _, _, offsets = operands(dtype, device)
     how = [0, 1, 0, -1]
     outs = [torch.full((N, K), 3.0, device=device) for _ in range(3)]

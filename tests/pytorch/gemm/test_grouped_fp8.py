@@ -117,7 +117,7 @@ def test_on_a_cpu_each_group_is_gemm_fp8_of_it_alone(recipe, dtype):
 
 
 @recipes
-def test_accumulation_is_asked_for_group_by_group(recipe, device):
+def test_accumulation_is_requested_group_by_group(recipe, device):
     c = case(recipe, device)
     how = [0, 1, -1, 0]
     for dtype in (torch.float32, torch.bfloat16):

@@ -77,7 +77,7 @@ def test_the_decision(place, operands, out, options, by, apart, words):
         assert looped == path
     else:
         beside = operands == FP8 and (options.get("bias", BF16) != BF16)
-        assert looped == ("the CPU loop", beside, "the plain CPU loop", "set_cpu_products('loop') asks for it")
+        assert looped == ("the CPU loop", beside, "the plain CPU loop", "set_cpu_products('loop') selects it")
 
 
 def test_the_requested_implementation_is_named():
@@ -94,7 +94,7 @@ def product_paths(module, *sample):
 
 def test_explain_shows_the_implementation(loop):
     module = te.LayerNormMLP(32, 48, activation="swiglu", device="cpu", params_dtype=BF16)
-    assert product_paths(module) == {("the plain CPU loop", "set_cpu_products('loop') asks for it")}
+    assert product_paths(module) == {("the plain CPU loop", "set_cpu_products('loop') selects it")}
     _C.set_cpu_products("libtorch")
     assert product_paths(module) == {("LibTorch's CPU product", "")}
 
@@ -316,7 +316,7 @@ class Engine:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_the_engine_is_lent_libtorchs_product(layout, dtype):
+def test_the_engine_uses_libtorchs_product(layout, dtype):
     engine = Engine()
     a, b = (t.new_full((t.shape[0], t.shape[1] + 3), torch.nan)[:, :-3].copy_(t) for t in operands(layout, dtype))
     left, right = (b.mT if layout == "NT" else b), (a.mT if layout == "TN" else a)
@@ -340,7 +340,7 @@ def test_the_engine_is_lent_libtorchs_product(layout, dtype):
         assert_same_bits(gemm(a, b, layout, out_dtype=d.dtype)[0], d.contiguous())
 
 
-def test_what_is_lent_is_no_call_of_the_callers_to_see():
+def test_the_product_of_libtorch_is_no_op_of_the_caller():
     """Modes, autocast and gradients of the thread that calls the engine."""
     a, b = operands("TN", F32)
     want, d = torch.empty(ROWS, COLS), torch.empty(ROWS, COLS)

@@ -168,7 +168,7 @@ class Runner:
             c, m, i = step.quiet
             args = (quiet, quiet) if program.chunks[c][i].joins else (quiet,)
             with torch.no_grad(), self.autocast("call"), self.autocast("step"):
-                args = tuple(a.requires_grad_(self.wants(c, i)) for a in args)
+                args = tuple(a.requires_grad_(self.needs_grad(c, i)) for a in args)
                 keywords = {} if step.evaluated else self.keywords(c, m, i, step, quiet=True)
                 self.module(c, i).train(not step.evaluated)
                 ys = self.callable(c, m, i)(*args, **keywords)
@@ -219,9 +219,9 @@ class Runner:
             assert_same_bits(gradient, before, f"gradient {i} that was kept")
         return self.found | left_by(self.modules)
 
-    def wants(self, c, layer):
+    def needs_grad(self, c, layer):
         """Whether a layer's argument requires a gradient, as in the samples."""
-        return wants(self.program, c, layer)
+        return needs_grad(self.program, c, layer)
 
     def backward(self, c, m, x, outs, dy, step):
         way, name = step.ways[c, m], f"dx {c} {m}"
@@ -262,7 +262,7 @@ class Runner:
                 part.drop_backward_dw()
 
 
-def wants(program, c, layer):
+def needs_grad(program, c, layer):
     trained = any(not above.frozen for above in program.chunks[c][:layer])
     return program.input_grads[c] or trained
 
@@ -273,7 +273,7 @@ def samples(program, device):
     for c, chunk in enumerate(program.chunks):
         for _ in range(program.microbatches):
             for i, layer in enumerate(chunk):
-                grads = [wants(program, c, i)] + ([wants(program, c, 1)] if layer.joins else [])
+                grads = [needs_grad(program, c, i)] + ([needs_grad(program, c, 1)] if layer.joins else [])
                 found.append(
                     tuple(torch.randn(ROWS, HIDDEN, dtype=dtype, device=device).requires_grad_(g) for g in grads)
                 )

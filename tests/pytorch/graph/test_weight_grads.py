@@ -1,6 +1,6 @@
 # Captured callables and weight gradients: delayed ones, main_grad, static ones on demand. Mutant: zeroing no main_grad
-# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red; `at <= position` in Loans of
-# graph/memory/loans.py, test_a_static_gradient_of_the_same_graph_twice.
+# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red; `at <= position` in
+# AliasedGrads of graph/memory/aliased_grads.py, test_a_static_gradient_of_the_same_graph_twice.
 import collections
 import copy
 

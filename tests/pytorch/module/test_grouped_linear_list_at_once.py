@@ -71,7 +71,7 @@ def test_explain_names_one_call_for_each_product_and_why(blocks, lists, device):
     lists("each")
     found = ops(ours, x, SPLITS, made(blocks))
     assert not names(blocks) & set(found)
-    why = "powers of 2" if blocks else "set_list_products('each') asks for it"
+    why = "powers of 2" if blocks else "set_list_products('each') selects it"
     products = [row for op, row in found.items() if op.startswith(("gemm", "linear"))]
     assert products and all(why in row.why_not_faster for row in products), found
 
@@ -294,7 +294,7 @@ def test_groups_that_cublaslt_adds_up_in_parts(width, odd, product, lists):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(256, 8192), (8192, 256)], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["bf16", "blocks"])
-def test_deep_products_that_cublaslt_adds_up_in_parts_unasked(blocks, n, k, lists):
+def test_deep_products_that_cublaslt_adds_up_in_parts_by_default(blocks, n, k, lists):
     experts = 24
     ours = wide(experts, n, k)
     splits = torch.randint(0, 40, (experts,), generator=torch.Generator().manual_seed(5)).tolist()

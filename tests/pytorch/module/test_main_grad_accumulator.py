@@ -162,8 +162,8 @@ def test_attributes_may_belong_to_the_class(device, how):
 
 
 def test_threads_add_to_one_main_grad_while_others_ask_for_theirs(device):
-    """Whoever waits for its turn at a main_grad lets the interpreter go on: getters that need it are in between. Sums
-    of ones are exact in any order. A deadlock ends the test by its join."""
+    """A thread that waits for its turn at a main_grad lets the interpreter go on: getters that need it are in between.
+    Sums of ones are exact in any order. A deadlock ends the test by its join."""
     shared = torch.zeros(256, 256, device=device)
     modules = []
     for i in range(4):

@@ -264,7 +264,7 @@ class Flag:
     set = False
 
 
-class Tells(torch.autograd.Function):
+class NotesGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, flag):
         ctx.flag = flag
@@ -279,11 +279,11 @@ class Tells(torch.autograd.Function):
 def test_a_compiled_backward_sets_no_attribute():
     """The reason why grad_added_to_main_grad is refused."""
     flag, x = Flag(), torch.ones(3, requires_grad=True)
-    Tells.apply(x, flag).sum().backward()
+    NotesGrad.apply(x, flag).sum().backward()
     assert flag.set
     flag.set = False
     try:
-        compiled(Tells.apply)(x, flag).sum().backward()
+        compiled(NotesGrad.apply)(x, flag).sum().backward()
     except Exception as error:
         assert isinstance(error, torch._dynamo.exc.TorchDynamoException)
     assert not flag.set

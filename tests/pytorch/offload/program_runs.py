@@ -118,7 +118,7 @@ class Run:
         x = torch.randn(TOKENS, WIDTH).to(self.device).requires_grad_(self.program.input_gradient)
         return {"x": x, "y": x * 1.0, "results": {}, "number": 0, "counts": counts, "graph": False}
 
-    def fail(self, microbatch, at, layer, where, keeps, forgets):
+    def fail(self, microbatch, at, layer, where, keeps, drops):
         one = self.alive.setdefault(microbatch, None) or self.begin()
         self.alive[microbatch], self.failed = one, True
         try:
@@ -132,7 +132,7 @@ class Run:
             one.clear()
             del self.alive[microbatch]
         # If no context saw the exception and the graph is still alive, the program ends the step explicitly.
-        if self.synchronizer is not None and where != "inside" and (keeps or forgets or not has_graph):
+        if self.synchronizer is not None and where != "inside" and (keeps or drops or not has_graph):
             self.synchronizer.forget_step()
 
     def forward(self, microbatch, first, end, writes, calls):

@@ -135,9 +135,9 @@ def test_states_and_refusals(small, device):  # noqa: F811
     calls = ["start_offload", "release_activation_forward_gpu_memory", "start_reload"]
     for at, name in enumerate(order):
         assert state.state == name
-        for wants, call in enumerate(calls):
-            if wants != at:
-                with refused(RuntimeError, call, name, order[wants]):
+        for fails_at, call in enumerate(calls):
+            if fails_at != at:
+                with refused(RuntimeError, call, name, order[fails_at]):
                     getattr(state, call)()
         if name == "offload_finished":
             with refused(RuntimeError, "pop_tensor", name, "reload_started"):

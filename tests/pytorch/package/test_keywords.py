@@ -70,7 +70,7 @@ def test_a_keyword_like_none(name):
         target(*MODULES.get(name, ()), zzz=1)
 
 
-def test_norms_know_the_keywords_beyond_their_signature():
+def test_norms_take_the_keywords_beyond_their_signature():
     with refused(TypeError, "LayerNorm: no argument 'devices'; did you mean 'device'?"):
         te.LayerNorm(8, devices="cpu")
     assert te.LayerNorm(8, device="cpu", dtype=torch.float16, sm_margin=2).weight.dtype is torch.float16

@@ -287,8 +287,8 @@ def test_a_capture_within_a_capture_of_another_thread():
     assert list(module.forward.record.forward_graph.events) == [module.event]
 
 
-def test_captures_of_many_threads_know_of_one_another():
-    """Each asks whose static inputs its own may be, while others come and go."""
+def test_captures_of_many_threads_see_one_another():
+    """Each looks up whose static inputs its own may be, while others come and go."""
 
     def run(_):
         for _ in range(30):

@@ -242,7 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_recipe_that_cannot_be_honoured_is_refused_where_a_module_asks(name):
+def test_a_recipe_that_cannot_be_honoured_is_refused_where_a_module_uses_it(name):
     recipe, words = REFUSED[name]
     linear, x = te.Linear(8, 8, device="cpu"), randn(4, 8)
     wanted, before = linear(x), copy.copy(linear.__dict__)

@@ -130,7 +130,7 @@ def test_bad_input_is_named(device):
     def cast(spec=current, data=data, scale_inv=scale_inv, start=0, **more):
         quantize_range_cast(x, data, scale_inv, (20, 30), start, torch.bfloat16, spec, **{"amaxes": amaxes, **more})
 
-    for error, call, says in (
+    for error, call, message in (
         (ValueError, lambda: amax(x=x.double()), "argument 'x' has dtype Double"),
         (ValueError, lambda: amax(x=x[::2]), "argument 'x' has shape [50] and strides [2]"),
         (ValueError, lambda: amax(x=x.view(10, 10)), "argument 'x' has shape [10, 10]"),
@@ -153,6 +153,6 @@ def test_bad_input_is_named(device):
         (ValueError, lambda: cast(start=-1), "argument 'range' is elements -1"),
         (ValueError, lambda: cast(scale_inv=torch.empty(3, device=device)), "argument 'scale_inv' is [1, 3]"),
     ):
-        with refused(error, says):
+        with refused(error, message):
             call()
     assert (data == 7).all() and (scale_inv == 7).all()

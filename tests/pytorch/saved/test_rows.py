@@ -54,18 +54,18 @@ def test_rows_end_with_the_memory(device):
         del t
 
 
-def test_a_client_asks_when_a_tensor_is_saved(device):
-    t, counter, asked = randn(8, 4, device=device), one(device), []
+def test_live_rows_are_looked_up_when_a_tensor_is_saved(device):
+    t, counter, found_rows = randn(8, 4, device=device), one(device), []
     saved_hooks.mark_pageable(t, counter, 2)
 
-    class Asks(saved_hooks.StorageHandler):
+    class Handler(saved_hooks.StorageHandler):
         def take(self, tensor):
-            asked.append(saved_hooks.live_rows(tensor))
+            found_rows.append(saved_hooks.live_rows(tensor))
 
     x = torch.ones(8, 4, device=device, requires_grad=True)
-    with saved_hooks.Hooks(Asks()):
+    with saved_hooks.Hooks(Handler()):
         (x * t).sum()
-    assert [found and (found[0].data_ptr(), found[1]) for found in asked] == [(counter.data_ptr(), 2)]
+    assert [found and (found[0].data_ptr(), found[1]) for found in found_rows] == [(counter.data_ptr(), 2)]
 
 
 def test_what_is_ambiguous_is_refused(device):

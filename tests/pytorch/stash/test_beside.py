@@ -262,7 +262,7 @@ def test_numbers_of_steps(device):
 
 @pytest.mark.parametrize("kept", ["before the pool", "over grow()"])
 def test_one_gate_for_the_life(kept, device):
-    """An optimizer asks once and has the gate of every later pool."""
+    """An optimizer looks it up once and has the gate of every later pool."""
     with made(device, device_pages=None, factor=1.0, page_bytes=128) as stash:
         module, x = layers_of(device, 2), randn(ROWS, WIDTH, device=device)
         optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)

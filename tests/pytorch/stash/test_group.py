@@ -219,7 +219,7 @@ def test_counts_are_announced_inside_of_a_group_alone(device):
     """After the group, nodes announce what they announced before it: nothing."""
     counter, layer = count(17, device), te.Linear(HIDDEN, HIDDEN, device=device)
 
-    class Asks(door.StorageHandler):
+    class Handler(door.StorageHandler):
         takes = True
 
         def __init__(self):
@@ -230,7 +230,7 @@ def test_counts_are_announced_inside_of_a_group_alone(device):
             self.found.append(door.live_rows(tensor))
 
     with made(device) as stash:
-        inside, behind = Asks(), Asks()
+        inside, behind = Handler(), Handler()
         with stash.group("a", counter), door.Hooks(inside):
             layer(randn(ROWS, HIDDEN, device=device, requires_grad=True) * 1)
         with door.Hooks(behind):

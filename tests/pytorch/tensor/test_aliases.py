@@ -284,7 +284,7 @@ def test_a_step_of_the_optimizer_reaches_an_alias(device):
 
 @every_recipe
 def test_a_replay_reads_what_was_written_to_an_alias(device, recipe):
-    """Nobody asks the weight for its columns then."""
+    """The columns of the weight are not used then."""
 
     def family(**options):
         with te.quantized_model_init(recipe=RECIPES[recipe]()):

@@ -275,7 +275,7 @@ def test_bad_lists_and_parts_are_named_and_nothing_is_written():
     columns.update_usage(rowwise_usage=False)
     existing = current(use_existing_amax=True, amax=torch.ones(1))(torch.ones(20, 40))
     bare, before = torch.zeros(100, dtype=torch.uint8), parts_of(copy.deepcopy(good))
-    for error, arguments, says in (
+    for error, arguments, message in (
         (TypeError, (good, [x], [0], None), "argument 'model_weights' is a Float8BlockwiseQTensor, wanted a list"),
         (TypeError, ([good], x, [0], None), "argument 'master_weights' is a Tensor, wanted a list"),
         (ValueError, ([good], [x, x], [0], None), "argument 'master_weights' has 2 elements, wanted 1"),
@@ -302,7 +302,7 @@ def test_bad_lists_and_parts_are_named_and_nothing_is_written():
         (ValueError, ([good], [x], [0], None, [(bare, bare)]), "fsdp_shard_model_weights[0] is tuple"),
     ):
         for cast in (utils.quantize_master_weights, utils.cast_master_weights_to_fp8):
-            with refused(error, cast.__name__, says):
+            with refused(error, cast.__name__, message):
                 cast(*arguments)
     assert_same_parts(good, before)
     utils.quantize_master_weights([], [], [], None)
@@ -313,7 +313,7 @@ def test_bad_data_and_columns_are_named():
     before, raw = parts_of(copy.deepcopy(good)), torch.zeros(20, 40, dtype=torch.uint8)
     columns = current()(torch.ones(20, 40))
     columns.update_usage(rowwise_usage=False)
-    for error, arguments, says in (
+    for error, arguments, message in (
         (TypeError, (raw, raw), "argument 'tensor' is a Tensor, wanted a quantized tensor"),
         (TypeError, (good, good), "argument 'new_raw_data' is a Float8Tensor, wanted a plain tensor"),
         (NotImplementedError, (FORMATS["hybrid"]()(torch.ones(20, 40)), raw), "has no data of its own"),
@@ -325,7 +325,7 @@ def test_bad_data_and_columns_are_named():
         (ValueError, (good, raw.view(40, 20).t()), "argument 'new_raw_data' has strides (1, 20)"),
         (ValueError, (good, raw[0].expand(20, 40)), "argument 'new_raw_data' has strides (0, 1)"),
     ):
-        with refused(error, "replace_raw_data", says):
+        with refused(error, "replace_raw_data", message):
             utils.replace_raw_data(*arguments)
     for function in (utils.post_all_gather_processing, utils.clear_columnwise_cache):
         name = function.__name__

@@ -1,6 +1,6 @@
 // An arena of host memory: slots out of a few large allocations. Each slot has a generation, which distinguishes a
-// released slot from a later one at the same place. The arena grows only when the caller asks, and reports its bytes to
-// its owner's account.
+// released slot from a later one at the same place. The arena grows only when the caller requests it, and reports its
+// bytes to its owner's account.
 #pragma once
 
 #include <algorithm>

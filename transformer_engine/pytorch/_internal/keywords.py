@@ -37,7 +37,7 @@ OF_ATTENTION = {
 }
 
 
-def tells_keywords(
+def check_keywords(
     *beyond: str, renamed: Mapping[str, str] | None = None, retired: Mapping[str, str] | None = None
 ) -> Callable[[_Function], _Function]:
     """Makes a function, or an __init__, raise TypeError naming itself and the keyword that it does not have. beyond:
@@ -50,7 +50,7 @@ def tells_keywords(
         known, now, without = [*_names(signature), *beyond], renamed or {}, retired or {}
 
         @functools.wraps(function)
-        def told(*args, **kwargs):
+        def checked(*args, **kwargs):
             try:
                 return function(*args, **kwargs)
             except TypeError:
@@ -62,8 +62,8 @@ def tells_keywords(
                     raise _error(function, others[0], known) from None
             return function(*args, **_as_now(function, kwargs, now, without))
 
-        told.__signature__ = signature  # inspect.getfullargspec does not look through a wrapper
-        return told
+        checked.__signature__ = signature  # inspect.getfullargspec does not look through a wrapper
+        return checked
 
     return mark
 

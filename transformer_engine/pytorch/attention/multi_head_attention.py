@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
-from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, check_keywords
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
     check_format,
@@ -61,7 +61,7 @@ class MultiheadAttention(Composite):
     tp_recompute_allgather, tp_overlap (extensions of the common API): as Linear's.
     """
 
-    @tells_keywords(retired=OF_ATTENTION)
+    @check_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         hidden_size: int,

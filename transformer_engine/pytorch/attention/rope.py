@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch._internal.torch_private import assert_async
 from transformer_engine.pytorch.module.base import refuse
 from transformer_engine.pytorch.tensor.engine import is_plain
@@ -26,7 +26,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     whatever the model is cast to; on the meta device, and after to_empty(), the formula gives them.
     """
 
-    @tells_keywords()
+    @check_keywords()
     def __init__(
         self,
         dim: int,
@@ -53,7 +53,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
                 "RotaryPositionEmbedding: argument 'seq_len_interpolation_factor' has no effect without "
                 "'pretrained_max_position_embeddings'; pass both, or neither.",
                 UserWarning,
-                stacklevel=3,  # past tells_keywords
+                stacklevel=3,  # past check_keywords
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings

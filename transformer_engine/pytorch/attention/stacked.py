@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
+from transformer_engine.pytorch.distributed.stacked import Stack, register_stacks
 
 
-@tells_stacks(MultiheadAttention)
+@register_stacks(MultiheadAttention)
 def projections(module: MultiheadAttention) -> Iterator[Stack]:
     """A fused projection, whose parts are consecutive unless it is interleaved by heads."""
     if module.qkv_weight_interleaved:

@@ -16,7 +16,7 @@ from contextlib import ContextDecorator
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch._internal.torch_private import current_graph_task_id, execution_engine
 from transformer_engine.pytorch.cpu_offload.arguments import check_flags, check_stream, is_int
 from transformer_engine.pytorch.cpu_offload.schedule import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
@@ -196,7 +196,7 @@ def _warn_v1_path() -> None:
         "get_cpu_offload_context: NVTE_CPU_OFFLOAD_V1=1 selects another implementation of CPU offload, but there is "
         "only one. It has the same calls, and mark_not_offload() keeps tensors on the device; unset the variable.",
         UserWarning,
-        stacklevel=4,  # the caller of tells_keywords' wrapper
+        stacklevel=4,  # the caller of check_keywords' wrapper
     )
 
 
@@ -215,7 +215,7 @@ def _check_options(num_layers: object, model_layers: object, activations: bool, 
         )
 
 
-@tells_keywords()
+@check_keywords()
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,

@@ -1,5 +1,5 @@
 // The extension module: one line for each name that registers, by folders, and the few facts about the build that
-// Python asks for.
+// Python reads.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <transformer_engine/transformer_engine.h>

@@ -71,7 +71,10 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
         for i, shard in enumerate(optimizer._shards[number]):
             state = given["state"].get(key_of[shard.param])
             if state is None:
-                raise ValueError(f"{op}: argument 'state_dict' has no state of parameter {key_of[shard.param]!r}.")
+                raise ValueError(
+                    f"{op}: argument 'state_dict' has no state of parameter {key_of[shard.param]!r}, wanted one for "
+                    "each parameter."
+                )
             own = optimizer._steps.state_of(number, i)
             for name in own:
                 if name not in state:

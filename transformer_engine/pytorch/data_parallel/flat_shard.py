@@ -120,4 +120,7 @@ class FlatShard(torch.Tensor):
         for box in boxes(self.shape, self.start, self.end):
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self._view(box)
-        raise ValueError(f"FlatShard: no part of '{index.fqn}' begins at {index.offset} on this rank.")
+        begins = [box.offsets for box in boxes(self.shape, self.start, self.end)]
+        raise ValueError(
+            f"FlatShard: no part of '{index.fqn}' begins at {index.offset} on this rank, wanted one of {begins}."
+        )

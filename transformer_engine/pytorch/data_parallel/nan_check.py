@@ -71,5 +71,5 @@ class NanReport:
         where, bucket, name = next(place for places in found for place in places)
         raise RuntimeError(
             f"{OP}: the gradient of parameter '{name}' in bucket {bucket} of {where} is not finite before it is "
-            "reduced."
+            "reduced; lower the loss scale or the learning rate."
         )

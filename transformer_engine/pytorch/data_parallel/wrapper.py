@@ -200,7 +200,9 @@ class DistributedDataParallel(torch.nn.Module):
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Removes the hooks; with param_sync the weights are gathered then, and waited for."""
         if not self._hooks.forward_handles:
-            raise RuntimeError(f"{OP}: disable_forward_pre_hook() was called without hooks there.")
+            raise RuntimeError(
+                f"{OP}: disable_forward_pre_hook() was called without hooks; call enable_forward_pre_hook() first."
+            )
         self._hooks.disable_forward()
         if param_sync:
             self.start_param_sync(force_sync=True)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from transformer_engine.pytorch._internal.torch_private import debug_has_internal_overlap
 from transformer_engine.pytorch.distributed.dtensor import as_lies, local_grad, local_of, marks_of
 from transformer_engine.pytorch.distributed.groups import (
+    calls_of_ranks,
     check_device,
     enqueue_guard,
-    every_rank_says,
     post_fingerprint,
     ranks_of,
 )
@@ -100,13 +100,13 @@ def _gradient(name: str, parameter: torch.Tensor) -> _Gradient:
 
 
 def _check_agreement(gradients: list[_Gradient], group: object | None) -> None:
-    told = [len(gradients), sum(g.like.numel() for g in gradients)]
+    sizes = [len(gradients), sum(g.like.numel() for g in gradients)]
     described = "".join(f"{g.name}{tuple(g.like.shape)}{g.dtype}{g.like.device.type}" for g in gradients)
-    every = every_rank_says(_OP, described, torch.float32, told, group)
+    every = calls_of_ranks(_OP, described, torch.float32, sizes, group)
     if not every:  # the group cannot compare
         device = gradients[0].like.device if gradients else torch.device("cuda")  # like ranks that have some
-        post_fingerprint(_OP, described, torch.float32, told, device, group)
-    if any(said != every[0] for said in every):
+        post_fingerprint(_OP, described, torch.float32, sizes, device, group)
+    if any(call != every[0] for call in every):
         counts = "; ".join(f"rank {rank} {' of '.join(map(str, s.sizes))} elements" for rank, s in enumerate(every))
         raise ValueError(
             f"{_OP}: argument 'module' has other parameters marked sequence_parallel on other ranks of the group: "

@@ -77,7 +77,7 @@ def _backends(group: object | None) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
-class Said(NamedTuple):
+class RankCall(NamedTuple):
     """One rank's arguments: csrc/distributed/agreement.h."""
 
     op: str
@@ -86,11 +86,13 @@ class Said(NamedTuple):
     sizes: list[int]
 
 
-def every_rank_says(op: str, details: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[Said]:
+def calls_of_ranks(op: str, details: str, dtype: torch.dtype, sizes: list[int], group: object | None) -> list[RankCall]:
     """The arguments of each rank of the group; empty if the group has no gloo for the CPU."""
     if _backends(group).get("cpu") != "gloo":
         return []
-    return [Said(*told) for told in _C.gather_calls(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)]
+    return [
+        RankCall(*call) for call in _C.gather_calls(_name_of(group), op, zlib.crc32(details.encode()), dtype, sizes)
+    ]
 
 
 def post_fingerprint(
@@ -130,18 +132,22 @@ def check_agreement(op: str, inp: torch.Tensor, group: object | None, details: s
         return
     if inp.device.type != "cpu" and _backends(group).get(inp.device.type) != "gloo":
         return
-    every = every_rank_says(op, details, inp.dtype, list(inp.shape), group)
-    if all(said == every[0] for said in every):
+    every = calls_of_ranks(op, details, inp.dtype, list(inp.shape), group)
+    if all(call == every[0] for call in every):
         return
-    told = "; ".join(f"rank {rank} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
-    if len({said.op for said in every}) > 1:
-        told = "; ".join(f"rank {rank} {said.op} {said.dtype} {said.sizes}" for rank, said in enumerate(every))
-        raise ValueError(f"{op}: the ranks of the group are in different functions; their tensors: {told}.")
-    if len({said.details for said in every}) > 1:
-        raise ValueError(f"{op}: the ranks of the group quantize differently; their tensors: {told}.")
+    described = "; ".join(f"rank {rank} {call.dtype} {call.sizes}" for rank, call in enumerate(every))
+    if len({call.op for call in every}) > 1:
+        described = "; ".join(f"rank {rank} {call.op} {call.dtype} {call.sizes}" for rank, call in enumerate(every))
+        raise ValueError(
+            f"{op}: the ranks of the group are in different functions, wanted one; their tensors: {described}."
+        )
+    if len({call.details for call in every}) > 1:
+        raise ValueError(
+            f"{op}: the ranks of the group quantize differently, wanted one recipe; their tensors: {described}."
+        )
     raise ValueError(
-        f"{op}: argument 'inp' differs between the ranks of the group: {told}; wanted the same shape and dtype on each "
-        "of them. Pad it to equal sizes."
+        f"{op}: argument 'inp' differs between the ranks of the group: {described}; wanted the same shape and dtype on "
+        "each of them. Pad it to equal sizes."
     )
 
 

@@ -113,17 +113,17 @@ def _named(group: str) -> dist.ProcessGroup | None:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """The seconds that a rank waits for another one: TE_COMM_TIMEOUT_S, or the group's timeout."""
-    said = os.environ.get(_TIMEOUT)
-    if said is None:
+    given = os.environ.get(_TIMEOUT)
+    if given is None:
         backend = group._get_backend(torch.device(group._device_types[0]))
         found = getattr(getattr(backend, "options", None), "_timeout", None)
         return found.total_seconds() if found is not None else timedelta(minutes=30).total_seconds()
     try:
-        seconds = float(said)
+        seconds = float(given)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{_TIMEOUT} is {said!r}, wanted a number of seconds > 0.")
+        raise ValueError(f"{_TIMEOUT} is {given!r}, wanted a number of seconds > 0.")
     return seconds
 
 
@@ -148,25 +148,25 @@ class _Meeting:
         self.grown = 0
         self.processes: list[str] = []
         process = f"{os.getpid()} {_started(str(os.getpid()))}"
-        hosts = self._tell("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
-        if len({said.partition("|")[2] for said in hosts}) > 1:
+        hosts = self._exchange("here", f"{process}|{socket.gethostname()} {_boot()} {_processes()}")
+        if len({host.partition("|")[2] for host in hosts}) > 1:
             self._refuse("they are not on one machine, or do not see each other's processes there")
-        self.processes = [said.partition("|")[0] for said in hosts]
-        for refused in self._tell("access", self._no_access()):  # either all ranks use the channel, or none
+        self.processes = [host.partition("|")[0] for host in hosts]
+        for refused in self._exchange("access", self._no_access()):  # either all ranks use the channel, or none
             if refused:
                 self._refuse(refused)
         size = _C.peer_words_bytes(self.ranks)
         words = self._map_shared("words", size)[0]
         grow = weakref.WeakMethod(self._grow)
-        kinds = set(self._tell("kind", kind_of(device)))
+        kinds = set(self._exchange("kind", kind_of(device)))
         kind = kinds.pop() if len(kinds) == 1 else ""
         self.channel = _C.PeerChannel(
             group, device, self.ranks, self.rank, words, self.timeout, lambda *call: grow()(*call), kind
         )
-        self._tell("made", "")
-        told = reservation()
-        if told is not None and told.tp_size == self.ranks:
-            self.channel.reserve(told.shape[0] * told.shape[1] * told.dtype.itemsize)
+        self._exchange("made", "")
+        reserved = reservation()
+        if reserved is not None and reserved.tp_size == self.ranks:
+            self.channel.reserve(reserved.shape[0] * reserved.shape[1] * reserved.dtype.itemsize)
 
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(f"the ranks of the group '{self.group}' do not reach each other's memory: {why}")
@@ -175,7 +175,7 @@ class _Meeting:
         """Why this rank cannot access another one's device; empty if it can, or does not see it."""
         if self.device.type != "cuda":
             return ""
-        every = self._tell("device", str(torch.cuda.get_device_properties(self.device).uuid))
+        every = self._exchange("device", str(torch.cuda.get_device_properties(self.device).uuid))
         uuids = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         mine = self.device.index
         for rank, its in enumerate(every):
@@ -188,7 +188,7 @@ class _Meeting:
                 return f"rank {self.rank}'s {self.device} has no access to that of rank {rank}"
         return ""
 
-    def _tell(self, what: str, value: str) -> list[str]:
+    def _exchange(self, what: str, value: str) -> list[str]:
         """Exchanges values: those of every rank. CommTimeout if a rank does not come."""
         keys = [f"{what}/{rank}" for rank in range(self.ranks)]
         self.store.set(keys[self.rank], value)
@@ -233,24 +233,24 @@ class _Meeting:
                     path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 except OSError as error:
                     trouble = str(error)
-            paths = self._tell_or_raise(size, what, path, trouble)
+            paths = self._exchange_or_raise(size, what, path, trouble)
             try:
                 mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths if p]
             except (OSError, RuntimeError) as error:
                 trouble = str(error)
-            self._tell_or_raise(size, f"{what} mapped", "", trouble)
+            self._exchange_or_raise(size, f"{what} mapped", "", trouble)
         return mapped
 
-    def _tell_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
-        """Exchanges values as _tell; if one rank has an error, all of them raise RuntimeError, instead of waiting."""
-        said = self._tell(what, f"!{trouble}" if trouble else value)
-        for rank, word in enumerate(said):
-            if word.startswith("!"):
+    def _exchange_or_raise(self, size: int, what: str, value: str, trouble: str) -> list[str]:
+        """Exchanges values as _exchange; if one rank has an error, all raise RuntimeError instead of waiting."""
+        values = self._exchange(what, f"!{trouble}" if trouble else value)
+        for rank, received in enumerate(values):
+            if received.startswith("!"):
                 raise RuntimeError(
                     f"{self.op}: the ranks of the group '{self.group}' cannot share {size} bytes of host "
-                    f"memory: rank {rank} got {word[1:]}; leave more of it free, or use tp_overlap='off'."
+                    f"memory: rank {rank} got {received[1:]}; leave more of it free, or use tp_overlap='off'."
                 )
-        return said
+        return values
 
     def _grow(self, slot: int, size: int, text: str) -> tuple:
         """(this rank's memory of the slot, the addresses of every rank's, an object that keeps it alive). All ranks
@@ -258,13 +258,13 @@ class _Meeting:
         self.grown += 1
         size = 1 << max(12, (size - 1).bit_length())
         what = f"slot {slot} grows, number {self.grown}"
-        every = self._tell(what, f"{size} {text}")
+        every = self._exchange(what, f"{size} {text}")
         if len(set(every)) > 1:
-            told = "; ".join(f"rank {rank}: {said.split(' ', 1)[1]}" for rank, said in enumerate(every))
-            other = next(rank for rank, said in enumerate(every) if said != every[self.rank])
+            calls = "; ".join(f"rank {rank}: {call.split(' ', 1)[1]}" for rank, call in enumerate(every))
+            other = next(rank for rank, call in enumerate(every) if call != every[self.rank])
             self.channel.give_up(text)
             raise CommTimeout(
-                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {told}. "
+                f"the tensor-parallel group '{self.group}': its ranks are in different calls: {calls}. "
                 "Give each the same call, of one shape and dtype; make a new group.",
                 text,
                 other,

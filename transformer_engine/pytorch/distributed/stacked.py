@@ -15,21 +15,21 @@ class Stack(NamedTuple):
     shares: dict[str, int]
 
 
-_told: dict[type, Callable[[torch.nn.Module], Iterator[Stack]]] = {}
+_registered: dict[type, Callable[[torch.nn.Module], Iterator[Stack]]] = {}
 
 
-def tells_stacks(kind: type) -> Callable:
+def register_stacks(kind: type) -> Callable:
     """Decorates a function that returns the stacks of a module of that class."""
 
-    def tell(stacks: Callable[[torch.nn.Module], Iterator[Stack]]) -> Callable:
-        _told[kind] = stacks
+    def register(stacks: Callable[[torch.nn.Module], Iterator[Stack]]) -> Callable:
+        _registered[kind] = stacks
         return stacks
 
-    return tell
+    return register
 
 
 def stacks_of(module: torch.nn.Module) -> Iterator[Stack]:
     """The stacks of the module; those of its submodules only if the module's own function returns them."""
-    for kind, stacks in _told.items():
+    for kind, stacks in _registered.items():
         if isinstance(module, kind):
             yield from stacks(module)

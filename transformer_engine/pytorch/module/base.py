@@ -45,7 +45,7 @@ def get_workspace() -> torch.Tensor:
 
 
 def refuse(op: str, capability: str, **arguments: object) -> None:
-    """Raises for an argument that asks for a capability which this version lacks and which would change the result."""
+    """Raises for an argument that requests a capability which this version lacks and which would change the result."""
     for name, value in arguments.items():
         if value:
             raise NotImplementedError(

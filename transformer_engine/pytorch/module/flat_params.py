@@ -99,7 +99,10 @@ class FlatParams:
             )
         end = (buffer.storage_offset() + buffer.numel()) * buffer.element_size()
         if buffer.numel() and buffer.untyped_storage().nbytes() < end:
-            raise ValueError(f"{op}: argument 'buffer' is {list(buffer.shape)}, but its memory has been freed.")
+            raise ValueError(
+                f"{op}: argument 'buffer' is {list(buffer.shape)}, but its memory has been freed; allocate it "
+                "again first."
+            )
 
     def _unfit(self) -> str | None:
         """Why the parameters cannot be rows of one tensor, or None."""

@@ -16,7 +16,7 @@ from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch._internal.absent import absent
 from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
 from transformer_engine.pytorch._internal.compiling import refuse as refuse_recipe
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast
 from transformer_engine.pytorch.functional.linear import TracedGradAccumulator
 from transformer_engine.pytorch.module.base import InitMethod, TransformerEngineBaseModule, default_init, refuse
@@ -60,7 +60,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     _role_kind = "grouped_linear"
 
-    @tells_keywords()
+    @check_keywords()
     def __init__(
         self,
         num_gemms: int,
@@ -375,9 +375,9 @@ def _names(kind: str, products: tuple[str, ...]) -> tuple[str, ...]:
 _kept_names = functools.cache(_names)
 
 
-def _refuse_single(op: str, **asked: bool) -> None:
-    """A client asks for one parameter for all groups by an argument and by an environment variable."""
-    for argument, value in asked.items():
+def _refuse_single(op: str, **requested: bool) -> None:
+    """One parameter for all groups, by an argument or an environment variable, is refused."""
+    for argument, value in requested.items():
         if not value:
             continue
         if os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0") == "1":

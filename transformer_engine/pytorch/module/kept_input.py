@@ -12,17 +12,17 @@ def keeps_input(module: torch.nn.Module, quantized: bool) -> bool:
     delayed scaling, and under backward_override="dequantized"."""
     if not (quantized and module.save_original_input):
         return False
-    asked = f"{type(module).__name__}: argument 'save_original_input' is True under"
+    start = f"{type(module).__name__}: argument 'save_original_input' is True under"
     recipe = current_state().chosen_recipe()
     if recipe.backward_override == "dequantized":
         refuse(
-            f"{asked} backward_override='dequantized', whose backward reads the quantized input in place of the "
+            f"{start} backward_override='dequantized', whose backward reads the quantized input in place of the "
             "original; use backward_override='high_precision', or build the module without it.",
             ValueError,
         )
     if not torch.compiler.is_compiling() and module.runtime.quantization.own.rule is not None:
         raise ValueError(
-            f"{asked} delayed scaling, whose scale may have changed before the backward; use Float8CurrentScaling or "
+            f"{start} delayed scaling, whose scale may have changed before the backward; use Float8CurrentScaling or "
             "Float8BlockScaling, or build the module without it."
         )
     return True

@@ -2,7 +2,7 @@
 
 import torch
 
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch.module.normalization import BEYOND, Normalization, NormalizedShape
 
 
@@ -16,7 +16,7 @@ class LayerNorm(Normalization):
 
     _rms = False
 
-    @tells_keywords(*BEYOND)
+    @check_keywords(*BEYOND)
     def __init__(
         self,
         normalized_shape: NormalizedShape = None,

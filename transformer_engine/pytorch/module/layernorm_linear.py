@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from transformer_engine.pytorch import functional
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch.functional.linear import ProductCall
 from transformer_engine.pytorch.module.base import InitMethod
 from transformer_engine.pytorch.module.config import NormConfig, ParallelConfig, ParameterConfig, ProductConfig
@@ -25,7 +25,7 @@ class LayerNormLinear(LinearFamily):
 
     _op = "LayerNormLinear"
 
-    @tells_keywords()
+    @check_keywords()
     def __init__(
         self,
         in_features: int,

@@ -8,8 +8,8 @@ import torch
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_function, check_size, check_tensor
-from transformer_engine.pytorch._internal.keywords import tells_keywords
-from transformer_engine.pytorch.distributed.stacked import Stack, tells_stacks
+from transformer_engine.pytorch._internal.keywords import check_keywords
+from transformer_engine.pytorch.distributed.stacked import Stack, register_stacks
 from transformer_engine.pytorch.module.base import InitMethod, check_choice
 from transformer_engine.pytorch.module.config import NormConfig, ParallelConfig, ParameterConfig, ProductConfig
 from transformer_engine.pytorch.module.error_context import raise_for_module
@@ -60,7 +60,7 @@ class LayerNormMLP(LinearFamily):
     _op = "LayerNormMLP"
     _products = ("fc1", "fc2")
 
-    @tells_keywords()
+    @check_keywords()
     def __init__(
         self,
         hidden_size: int,
@@ -227,7 +227,7 @@ class LayerNormMLP(LinearFamily):
         )
 
 
-@tells_stacks(LayerNormMLP)
+@register_stacks(LayerNormMLP)
 def _halves(module: LayerNormMLP) -> Iterator[Stack]:
     """The rows of the first product of a gated activation."""
     if functional.activation_kinds[module.activation]:

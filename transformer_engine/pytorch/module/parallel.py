@@ -131,10 +131,10 @@ def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> 
 def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tuple[int, str]:
     """The overlap mode, and the reason that te.explain shows for collectives over the group. All ranks call this and
     meet here if they use peers, because they have the same options and one kind of device."""
-    op, asked = type(module).__name__, module.tp_overlap
-    if asked == "off" or not module.sequence_parallel:
+    op, overlap = type(module).__name__, module.tp_overlap
+    if overlap == "off" or not module.sequence_parallel:
         return _SERIAL, ""
-    if asked == "chunked":
+    if overlap == "chunked":
         try:
             peer_channel(op, name, device)
         except NotImplementedError as error:
@@ -144,7 +144,7 @@ def _overlap_of(module: torch.nn.Module, name: str, device: torch.device) -> tup
         return _CHUNKED, ""
     least = _C.comm_least_rows(kind_of(device))
     if least is None:
-        return _SERIAL, "no measured costs for this device: tp_overlap='chunked' asks for chunks"
+        return _SERIAL, "no measured costs for this device: tp_overlap='chunked' selects chunks"
     try:
         peer_channel(op, name, device)
     except NotImplementedError as error:

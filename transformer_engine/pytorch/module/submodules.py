@@ -51,7 +51,7 @@ def taken(
         size = f"[..., {width}]" if isinstance(shape, int) else str(list(shape))
         suffix = ", followed by the norm's output" if norm else ""
         raise TypeError(
-            f"{op}: submodule '{name}' is a {type(module).__name__} and returned {_told(result)}, wanted a tensor "
+            f"{op}: submodule '{name}' is a {type(module).__name__} and returned {_described(result)}, wanted a tensor "
             f"{size} or (tensor, bias [{width}] or None){suffix}; return one of these."
         )
     return (out if bias is None else out + bias.to(out.dtype)), norm_output
@@ -84,9 +84,9 @@ def _fits(value: object, shape: torch.Size | int) -> bool:
     return value.shape[-1:] == (shape,) if isinstance(shape, int) else value.shape == shape
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {list(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_told, value))})"
+        return f"({', '.join(map(_described, value))})"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -84,8 +84,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _subview_specs(self, kind: str, shape: Sequence[int]) -> dict[str, PartSpec]:
         specs = super()._subview_specs(kind, shape)
-        told = getattr(self._quantizer, "dtype", None) or self._dtype
-        return specs | {"_hp_data": specs["_hp_data"]._replace(dtype=told)}
+        dtype = getattr(self._quantizer, "dtype", None) or self._dtype
+        return specs | {"_hp_data": specs["_hp_data"]._replace(dtype=dtype)}
 
     def _zero(self) -> None:
         self._hp_data.zero_()

@@ -1,5 +1,5 @@
 """All formats and quantizers by name, and the quantizer for each scaling of a recipe. Their files register them; code
-that must not import them asks here. It computes nothing."""
+that must not import them looks them up here. It computes nothing."""
 
 from typing import Any, NamedTuple
 

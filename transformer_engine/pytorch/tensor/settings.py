@@ -59,7 +59,7 @@ class Settings:
         return other is None or type(other) is type(self)
 
     def _adopting(self, wanted: "Settings") -> "Settings":
-        """The quantizer of its tensor after a recipe asks for `wanted`: this one, with settings of its own."""
+        """The quantizer of its tensor after a recipe selects `wanted`: this one, with settings of its own."""
         if all(getattr(self, name) == getattr(wanted, name) for name in self._configuration):
             return self
         result = self.copy()

@@ -79,7 +79,7 @@ def restore_subview(buffer: torch.Tensor, record: Subview, name: str = "record")
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.dtype is torch.uint8
     if not plain or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.storage_offset() % ALIGNMENT:
         raise ValueError(
-            f"{op}: argument 'buffer' is {_told(buffer)}, wanted contiguous flat uint8 that starts on {ALIGNMENT} "
+            f"{op}: argument 'buffer' is {_described(buffer)}, wanted contiguous flat uint8 that starts on {ALIGNMENT} "
             "bytes; buffer_of() gives it."
         )
     end = record.offset + _bytes_of(record)
@@ -92,7 +92,7 @@ def restore_subview(buffer: torch.Tensor, record: Subview, name: str = "record")
     return typed.as_strided(record.shape, record.stride, typed.storage_offset())
 
 
-def _told(buffer: object) -> str:
+def _described(buffer: object) -> str:
     if not isinstance(buffer, torch.Tensor):
         return f"a {type(buffer).__name__}"
     start = f" from {buffer.storage_offset()} on" if buffer.layout is torch.strided and buffer.storage_offset() else ""

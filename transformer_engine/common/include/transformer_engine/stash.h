@@ -3,7 +3,7 @@
  * A group holds the tensors of one layer: up to 16 members, each a buffer of `most` units of unit_bytes, of which the
  * first `count` are live; the count is an integer on the device. A member may have `repeats` such buffers, `pitch`
  * bytes apart, with one count (columns of a matrix of scales). A store copies the live parts into pages, a load copies
- * them back, in one launch each; the host does not know the counts. The live parts are laid end to end, each aligned to
+ * them back, in one launch each; the host does not have the counts. The live parts are laid end to end, each aligned to
  * 128 bytes, and this stream of bytes is cut into ceil(stream / page_bytes) pages, for any dtypes.
  *
  *   pages of a group = ceil(sum of repeats * round_up(count * unit_bytes, 128) / page_bytes)

@@ -107,7 +107,7 @@ class Channel {
     std::vector<Awaited> all;
     for (const int32_t each : others(op, "from", from)) {
       Line& line = words_.line(slot, options_.rank, each);
-      all.push_back({&line.arrived, &line.wants_arrived, call.hash});
+      all.push_back({&line.arrived, &line.expected_arrived, call.hash});
     }
     verbs_->wait(false, stream, all);
   }
@@ -186,7 +186,7 @@ class Channel {
       if (call.let_in[size_t(each)]) continue;
       call.let_in[size_t(each)] = true;
       Line& line = words_.line(slot, options_.rank, each);
-      all.push_back({&line.freed, &line.wants_freed, kFree});
+      all.push_back({&line.freed, &line.expected_freed, kFree});
     }
     if (!all.empty()) verbs_->wait(true, nullptr, all);
   }

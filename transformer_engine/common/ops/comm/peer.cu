@@ -148,7 +148,7 @@ class CudaVerbs final : public Verbs {
   // All words are announced before the first wait.
   void wait(bool on_copy_stream, te_stream stream, const std::vector<Awaited>& all) override {
     std::vector<CUstreamBatchMemOpParams> ops;
-    for (const Awaited& each : all) ops.push_back(write(each.wants, each.wanted));
+    for (const Awaited& each : all) ops.push_back(write(each.expected, each.wanted));
     for (const Awaited& each : all) {
       CUstreamBatchMemOpParams op{};
       op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
@@ -156,7 +156,7 @@ class CudaVerbs final : public Verbs {
       op.waitValue.value = each.wanted;
       op.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
       ops.push_back(op);
-      ops.push_back(write(each.wants, 0));
+      ops.push_back(write(each.expected, 0));
       ops.push_back(write(each.value, 0));
     }
     run(on_copy_stream ? copy_stream_ : cudaStream_t(stream), ops);

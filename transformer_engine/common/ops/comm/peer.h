@@ -85,7 +85,7 @@ class Watch {
 
   void run();
   void look(double passed);
-  void look_at(uint32_t& value, uint32_t& wants, double& seen, double passed, int32_t peer, bool freeing);
+  void look_at(uint32_t& value, uint32_t& expected, double& seen, double passed, int32_t peer, bool freeing);
   void look_for_dead();
   std::string last_words() const;
   std::string text_of(int32_t rank, uint32_t hash) const;

@@ -42,10 +42,10 @@ class CpuVerbs final : public Verbs {
   }
 
   void wait(bool, te_stream, const std::vector<Awaited>& all) override {
-    for (const Awaited& each : all) word(*each.wants).store(each.wanted);
+    for (const Awaited& each : all) word(*each.expected).store(each.wanted);
     for (const Awaited& each : all) {
       wait_for(each);
-      word(*each.wants).store(0);
+      word(*each.expected).store(0);
       word(*each.value).store(0);
     }
   }

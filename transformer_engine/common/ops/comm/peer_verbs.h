@@ -14,15 +14,15 @@ namespace te::comm {
 // set. wants_*: the value that the owner waits for, or has waited for while the word has that value; 0 for none. With
 // kSeen the watching thread has seen this wait, so that two waits for the same value are not taken for one long wait.
 struct alignas(64) Line {
-  uint32_t arrived, wants_arrived;
-  uint32_t freed, wants_freed;
+  uint32_t arrived, expected_arrived;
+  uint32_t freed, expected_freed;
 };
 constexpr uint32_t kSeen = 1U << 31;  // never in an awaited word
 constexpr uint32_t kFree = 1;         // the value of `freed`
 
 // A word, its companion word, and the awaited value.
 struct Awaited {
-  uint32_t *value, *wants;
+  uint32_t *value, *expected;
   uint32_t wanted;
 };
 

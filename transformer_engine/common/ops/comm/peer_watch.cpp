@@ -108,34 +108,34 @@ void Watch::look(double passed) {
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       Line& line = words_.line(slot, rank_, peer);
       Seen& seen = seen_[size_t(slot * ranks_ + peer)];
-      look_at(line.arrived, line.wants_arrived, seen.arrived, passed, peer, false);
-      look_at(line.freed, line.wants_freed, seen.freed, passed, peer, true);
+      look_at(line.arrived, line.expected_arrived, seen.arrived, passed, peer, false);
+      look_at(line.freed, line.expected_freed, seen.freed, passed, peer, true);
     }
   }
 }
 
-void Watch::look_at(uint32_t& value, uint32_t& wants, double& seen, double passed, int32_t peer, bool freeing) {
-  const uint32_t found = word(wants).load(std::memory_order_acquire), wanted = found & ~kSeen;
+void Watch::look_at(uint32_t& value, uint32_t& expected, double& seen, double passed, int32_t peer, bool freeing) {
+  const uint32_t found = word(expected).load(std::memory_order_acquire), wanted = found & ~kSeen;
   if (wanted == 0) return;
   const uint32_t got = word(value).load(std::memory_order_acquire);
   if (got == wanted) return;
-  if (words_.failed()) {  // no peer may start to wait unseen: `wants` is read again after it
+  if (words_.failed()) {  // no peer may start to wait unseen: `expected` is read again after it
     word(value).store(wanted, std::memory_order_release);
     return;
   }
-  // `wants` is written before the value is read, so that a value next to it belongs to this wait or to no wait.
-  if (got != 0 && word(wants).load() == found && word(value).load() == got) {
+  // `expected` is written before the value is read, so that a value next to it belongs to this wait or to no wait.
+  if (got != 0 && word(expected).load() == found && word(value).load() == got) {
     fail(words_, TE_COMM_PEER_OTHER, rank_, peer, freeing, text_of(rank_, wanted), text_of(peer, got));
     return;
   }
-  if (word(wants).load() != found) return;  // it has ended meanwhile
-  if (dead_[size_t(peer)]) {                // it had ended before the value was read
+  if (word(expected).load() != found) return;  // it has ended meanwhile
+  if (dead_[size_t(peer)]) {                   // it had ended before the value was read
     fail(words_, TE_COMM_PEER_DEAD, rank_, peer, freeing, freeing ? last_words() : text_of(rank_, wanted), "");
     return;
   }
   if (found == wanted) {
     uint32_t unseen = wanted;
-    if (!word(wants).compare_exchange_strong(unseen, wanted | kSeen)) return;
+    if (!word(expected).compare_exchange_strong(unseen, wanted | kSeen)) return;
     seen = 0;
   }
   seen += passed;

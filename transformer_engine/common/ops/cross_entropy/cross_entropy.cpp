@@ -107,11 +107,11 @@ void forward_row(const te_cross_entropy_plan& plan, int64_t row) {
                        : merged(
                              plan.ranks, [](float v) { return te::cpu::exp(v); },
                              [&](int r) { return given[r * rows + row]; }, [&](int) { return float(cols); });
-  const Asked asked{plan.label_smoothing, float(classes_of(plan))};
-  loss = asked.loss(row_statistic, std::log(row_statistic.sum));
+  const RowOptions options{plan.label_smoothing, float(classes_of(plan))};
+  loss = options.loss(row_statistic, std::log(row_statistic.sum));
   if (plan.gradient) {
     write_gradient(x, cols, own,
-                   Slope::of(row_statistic, asked, plan.scale.data != nullptr ? value_at(plan.scale, row) : 1.f));
+                   Slope::of(row_statistic, options, plan.scale.data != nullptr ? value_at(plan.scale, row) : 1.f));
   }
 }
 

@@ -103,11 +103,11 @@ __global__ void __launch_bounds__(kMaxThreads, 3) forward_kernel(const __grid_co
   if (a.out != nullptr) {
     if (is_writer) a.out[row] = statistic;
   } else {
-    const Asked asked{a.smoothing, float(a.classes)};
-    if (is_writer) a.loss[row] = asked.loss(statistic, logf(statistic.sum));
+    const RowOptions options{a.smoothing, float(a.classes)};
+    if (is_writer) a.loss[row] = options.loss(statistic, logf(statistic.sum));
     if (a.gradient) {
       const float scale = a.scale != nullptr ? a.scale[row * a.scale_step] : 1.f;
-      write_gradient(part, own - first * Part<T>::N, Slope::of(statistic, asked, scale), view);
+      write_gradient(part, own - first * Part<T>::N, Slope::of(statistic, options, scale), view);
     }
   }
   if (a.given == nullptr && a.cluster > 1) cg::this_cluster().barrier_wait();

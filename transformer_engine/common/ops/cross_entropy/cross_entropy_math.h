@@ -39,7 +39,7 @@ TE_HOST_DEVICE Statistic merged(int parts, Exp&& exp, Part&& part, Columns&& col
 }
 
 // The inputs of a row's loss and gradient.
-struct Asked {
+struct RowOptions {
   float smoothing;
   float classes;  // V
 
@@ -56,8 +56,8 @@ struct Asked {
 struct Slope {
   float top, weight, base, hit;
 
-  TE_HOST_DEVICE static Slope of(const Statistic& row, const Asked& asked, float scale) {
-    return {row.top, scale / row.sum, scale * (asked.smoothing / asked.classes), scale * (1.f - asked.smoothing)};
+  TE_HOST_DEVICE static Slope of(const Statistic& row, const RowOptions& options, float scale) {
+    return {row.top, scale / row.sum, scale * (options.smoothing / options.classes), scale * (1.f - options.smoothing)};
   }
   TE_HOST_DEVICE float at(float exponential) const { return exponential * weight - base; }
 };

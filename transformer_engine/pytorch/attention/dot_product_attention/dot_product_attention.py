@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
-from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, tells_keywords
+from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, check_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_autocast
 from transformer_engine.pytorch._internal.torch_private import flash_attention_forward
 from transformer_engine.pytorch.attention.backends import (
@@ -105,7 +105,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     # Of modules that were pickled without them.
     softmax_type, return_max_logit, _repeats_bits = "vanilla", False, False
 
-    @tells_keywords(retired=OF_ATTENTION)
+    @check_keywords(retired=OF_ATTENTION)
     def __init__(
         self,
         num_attention_heads: int,

@@ -92,16 +92,17 @@ bool set_as_grad(AccumulateGrad& node, Tensor& gradient) {
 
 }  // namespace
 
-bool asks_for_all() {
-  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-  return asked == nullptr || asked->empty();
+bool all_leaves_wanted() {
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  return exec_info == nullptr || exec_info->empty();
 }
 
 void accumulate_in_leaves(at::ArrayRef<Tensor*> gradients, std::vector<NodePtr>& leaf_nodes) {
-  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-  const bool all_asked = asked != nullptr && asked->empty() && !torch::autograd::get_current_graph_task_keep_graph();
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  const bool all_wanted =
+      exec_info != nullptr && exec_info->empty() && !torch::autograd::get_current_graph_task_keep_graph();
   const auto node = torch::autograd::get_current_node();
-  if (!all_asked || node == nullptr || !node->post_hooks().empty() || torch::autograd::AnomalyMode::is_enabled()) {
+  if (!all_wanted || node == nullptr || !node->post_hooks().empty() || torch::autograd::AnomalyMode::is_enabled()) {
     return;
   }
   const c10::Stream stream = node->input_metadata(0).stream();
@@ -144,7 +145,7 @@ bool is_last_edge(torch::autograd::Node& accumulator) {
 // The C++ counterpart is needs_input_grad(); Python's flag of that name is set in the forward alone.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
   std::vector<size_t> found;
-  if (asks_for_all()) return found;
+  if (all_leaves_wanted()) return found;
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto node = impl::try_get_grad_accumulator(leaves[i]);

@@ -10,7 +10,7 @@ namespace te_torch {
 // Indices of the leaves whose gradients the running backward of this thread does not compute (torch.autograd.grad(),
 // backward(inputs=)). Empty outside of a backward, or in one for all gradients.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves);
-bool asks_for_all();  // whether unwanted() is empty for any leaves
+bool all_leaves_wanted();  // whether unwanted() is empty for any leaves
 
 // Whether the accumulator of a leaf waits for the node that runs now on this thread alone, and has no gradient yet: it
 // runs after that node, with the node's gradient or none.

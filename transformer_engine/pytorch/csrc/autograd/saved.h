@@ -1,6 +1,6 @@
 // Saving of tensors for a node's backward. Each has a name, a description for te.memory_plan and, where the number of
 // its live rows is on the device, the counter of these. A policy, which only tests replace, may recompute more tensors
-// than the options of the call ask for.
+// than the options of the call request.
 #pragma once
 
 #include <optional>

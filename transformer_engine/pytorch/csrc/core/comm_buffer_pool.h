@@ -53,7 +53,7 @@ class TE_EXPORT ScopedBuffers {
   std::vector<std::shared_ptr<void>> others_;
 };
 
-// Fills returned memory with NaN if tests or torch's deterministic mode ask for it.
+// Fills returned memory with NaN if tests or torch's deterministic mode request it.
 void fill_returned(const c10::Storage& memory, const at::TensorOptions& options);
 
 // A storage over `backing` that is_pooled() recognizes, and a tensor at its start.

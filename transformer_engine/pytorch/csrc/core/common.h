@@ -4,7 +4,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <transformer_engine/transformer_engine.h>
 
@@ -87,17 +86,8 @@ OptionalTensor autocast(const OptionalTensor& t);
 struct Direct {
   template <auto kFunction, class... Args>
   static auto call(const char* name, Args&&... args) {
-    if (!probe::active()) return kFunction(args...);
-    RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});  // so that a profiler shows the op too
-    probe::begin_call();
-    if constexpr (std::is_void_v<decltype(kFunction(args...))>) {
-      kFunction(args...);
-      probe::end_call(name);
-    } else {
-      auto result = kFunction(args...);
-      probe::end_call(name);
-      return result;
-    }
+    const probe::CallRecord record(name);
+    return kFunction(args...);
   }
 };
 
@@ -120,7 +110,9 @@ class DispatchMode {
 
   template <auto kFunction, class... Args>
   auto call(const char* name, Args&&... args) const {
-    return direct_ ? Direct::call<kFunction>(name, args...) : Dispatched::call<kFunction>(name, args...);
+    if (!direct_) return Dispatched::call<kFunction>(name, args...);
+    const probe::CallRecord record(name);
+    return kFunction(args...);
   }
 
  private:

@@ -71,6 +71,7 @@ const Tensor& Operands::ready(const Tensor& t, const char* argument) {
   const int64_t step = kAlignment / int64_t(t.element_size());
   held_.push_back(at::empty({t.size(0), (t.size(1) + step - 1) / step * step}, t.options()).narrow(1, 0, t.size(1)));
   held_.back().copy_(t);
+  if (t.is_cpu()) return held_.back();
   copied_ += held_.back().nbytes();
   if (names_.find(argument) == std::string::npos) names_ += (names_.empty() ? "" : ", ") + std::string(argument);
   return held_.back();
@@ -104,11 +105,6 @@ std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results) {
   views.reserve(results.size());
   for (const Tensor& result : results) views.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
   return views;
-}
-
-void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like) {
-  check(te_grouped_gemm(&problem, current_stream(like)));
-  if (!like.is_cpu()) operands.note();
 }
 
 Targets::Targets(at::TensorList outs, at::ArrayRef<int64_t> modes) : results(modes.size()) {

@@ -29,7 +29,7 @@ class Operands {
   te_tensor add(const Tensor& t, const char* argument);
   te_tensor add_bytes(const Tensor& t, te_dtype dtype, const char* argument);  // an FP8 matrix
   std::vector<te_tensor> add_biases(at::TensorList biases);
-  // Called after the launch: notes the copies for te.explain, in place of the launch's own note.
+  // Called after the launch: notes the copies for a kernel, for te.explain in place of the launch's own note.
   void note() const;
 
  private:
@@ -42,8 +42,6 @@ class Operands {
 
 // One for each group, absent() where the result is undefined and not needed.
 std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results);
-
-void launch(const te_grouped_gemm_problem& problem, const Operands& operands, const Tensor& like);
 
 // The weight gradients of a call that adds to or overwrites its `outs`.
 struct Targets {

@@ -1,11 +1,14 @@
 // See probe.h. A process has one recording at a time, of the calls of one thread and of the backwards that it calls.
 #include "core/probe.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <transformer_engine/transformer_engine.h>
 
 #include <atomic>
+#include <exception>
+#include <memory>
 #include <mutex>
 
 #include "core/threads.h"
@@ -72,9 +75,17 @@ void report(const char* op, const SavedInfo& info, const at::Tensor& t, bool kep
 PathReason::PathReason(const char* reason) : outer_(std::exchange(path_reason, reason)) {}
 PathReason::~PathReason() { path_reason = outer_; }
 
-void begin_call() { te_note_path(nullptr, nullptr); }
+void CallRecord::begin(const char* op) {
+  op_ = op;
+  throws_ = std::uncaught_exceptions();
+  shown_ = new at::RecordFunction(at::RecordScope::FUNCTION);
+  if (shown_->isActive()) shown_->before(op, c10::ArrayRef<const c10::IValue>{});
+  te_note_path(nullptr, nullptr);
+}
 
-void end_call(const char* op) {
+void CallRecord::end() {
+  const std::unique_ptr<at::RecordFunction> ended(shown_);
+  if (std::uncaught_exceptions() > throws_) return;
   const char* path = nullptr;
   const char* why_not_faster = nullptr;
   te_noted_path(&path, &why_not_faster);
@@ -82,7 +93,7 @@ void end_call(const char* op) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::string reason = why_not_faster == nullptr ? "" : why_not_faster;
   if (path_reason != nullptr) reason = reason.empty() ? path_reason : path_reason + ("; " + reason);
-  path_rows.push_back({current_label, op, path, std::move(reason)});
+  path_rows.push_back({current_label, op_, path, std::move(reason)});
 }
 
 }  // namespace probe

@@ -6,6 +6,10 @@
 
 #include <string>
 
+namespace at {
+struct RecordFunction;
+}
+
 // For policies built outside of the extension (tests/layer).
 #define TE_EXPORT __attribute__((visibility("default")))
 
@@ -61,9 +65,27 @@ class TE_EXPORT PathReason {
   const char* outer_;
 };
 
-// end_call() records the path that the engine has noted since begin_call() on this thread.
-void begin_call();
-void end_call(const char* op);
+// A call of the engine on this thread: a recording notes the path that the engine took since then, and a profiler shows
+// the op. A call that throws has no path.
+class CallRecord {
+ public:
+  explicit CallRecord(const char* op) {
+    if (active()) begin(op);
+  }
+  ~CallRecord() {
+    if (op_ != nullptr) end();
+  }
+  CallRecord(const CallRecord&) = delete;
+  CallRecord& operator=(const CallRecord&) = delete;
+
+ private:
+  void begin(const char* op);
+  void end();
+
+  const char* op_ = nullptr;  // null without a recording
+  at::RecordFunction* shown_ = nullptr;
+  int throws_ = 0;  // exceptions under way where the call began
+};
 
 }  // namespace probe
 }  // namespace te_torch

@@ -44,16 +44,18 @@ inline void* handle_of(const c10::Stream& stream) {
 #if TE_TORCH_AT_LEAST(2, 11)
   return stream.native_handle();
 #else
-  using Ask = int32_t (*)(int32_t device, void** handle);
-  static const auto ask = [] {
+  using GetStream = int32_t (*)(int32_t device, void** handle);
+  static const auto get_stream = [] {
     void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library == nullptr ? nullptr : reinterpret_cast<Ask>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
-  TORCH_CHECK(ask != nullptr, "PyTorch ", TORCH_VERSION, " has no handle for ", stream, ": install torch >= 2.11.");
+  TORCH_CHECK(get_stream != nullptr, "PyTorch ", TORCH_VERSION, " has no handle for ", stream,
+              ": install torch >= 2.11.");
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
   const c10::Stream before = guard.exchangeStream(stream);
   void* handle = nullptr;
-  const int32_t status = ask(stream.device_index(), &handle);
+  const int32_t status = get_stream(stream.device_index(), &handle);
   guard.exchangeStream(before);
   TORCH_CHECK(status == 0, "PyTorch ", TORCH_VERSION, " has no handle for ", stream, ": status ", status, ".");
   return handle;

@@ -191,7 +191,7 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
   const int64_t n = dy.size(1), k = x.size(1), bytes = int64_t(x.element_size());
   const te_gemm_epilogue epilogue = sums.empty() ? TE_GEMM_NONE : TE_GEMM_BGRAD;
   GemmPath path{};
-  at::ScalarType asked = at::ScalarType::Undefined;
+  at::ScalarType dtype = at::ScalarType::Undefined;
   bool ours = true;
   for (size_t g = 0; g < groups.size(); ++g) {
     const Tensor& out = outs[g];
@@ -205,9 +205,9 @@ bool weights_by_list(const Tensor& dy, const Tensor& x, at::ArrayRef<Rows> group
     if (!fits || !(wide || out.scalar_type() == x.scalar_type()) || (!sums.empty() && groups[g].count == 0)) {
       return false;
     }
-    if (out.scalar_type() == asked) continue;
-    asked = out.scalar_type();
-    path = gemm_path({x.is_cpu(), x.scalar_type(), asked, false, epilogue, at::kFloat, add[g]});
+    if (out.scalar_type() == dtype) continue;
+    dtype = out.scalar_type();
+    path = gemm_path({x.is_cpu(), x.scalar_type(), dtype, false, epilogue, at::kFloat, add[g]});
     ours = ours && is_ours(path);
   }
   const te_tensor a = view_2d(x, "gemm", "a"), b = view_2d(dy, "gemm", "b");

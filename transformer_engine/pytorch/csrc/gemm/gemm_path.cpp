@@ -61,12 +61,12 @@ GemmPath gemm_path(const GemmCall& c) {
   const bool bias_apart = fp8 && c.epilogue == TE_GEMM_BIAS && !takes_bias(c.bias, c.out);
   if (!loop) return by_cublaslt(c, bias_apart);
   const bool apart = bias_apart || (fp8 && c.into && !c.wide);
-  return {GemmBy::kCpuLoop, apart, "the plain CPU loop", "set_cpu_products('loop') asks for it"};
+  return {GemmBy::kCpuLoop, apart, "the plain CPU loop", "set_cpu_products('loop') selects it"};
 }
 
 const char* list_refuses(const GemmList& list) {
   const Lists wanted = lists.load(std::memory_order_relaxed);
-  if (wanted == Lists::kEach) return "set_list_products('each') asks for it";
+  if (wanted == Lists::kEach) return "set_list_products('each') selects it";
   if (!list.readable)
     return "the grouped kernels take dense rows on 16 bytes, of 16 bits or FP8, in blocks with scales of powers of 2";
   te_device_properties gpu{};

@@ -60,7 +60,7 @@ inline constexpr const char* kListAtOnce = "a list of small groups: one launch f
 inline constexpr const char* kListAsDevice =
     "a list of small groups: one launch for all, with the sums of sizes on the device";
 
-// Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() asks for.
+// Marks groups that a list's grouped kernel leaves to products of their own, as set_list_products() selects.
 void leave_groups(const std::vector<int64_t>& counts, std::vector<uint8_t>& each);
 
 bool cpu_products_by_loop();  // whether set_cpu_products("loop") is in force

@@ -63,8 +63,6 @@ void check_gradient(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
   check_offsets(offsets, x, groups_of(offsets));
 }
 
-// ---- the CPU ----
-
 struct HostOffsets {
   const int32_t* at;
   size_t groups;
@@ -74,11 +72,26 @@ struct HostOffsets {
   Tensor rows(const Tensor& t, size_t g) const { return t.narrow(0, at[g], at[g + 1] - at[g]); }
 };
 
-// ---- CUDA ----
+// FPROP and DGRAD on a CPU.
+void rows_by_group(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
+                   const Tensor& offsets, const Tensor& out, bool zero_tail) {
+  const HostOffsets host(offsets);
+  for (size_t g = 0; g < host.groups; ++g) {
+    if (product == TE_GROUPED_FPROP) {
+      const OptionalTensor bias = biases.empty() ? OptionalTensor() : OptionalTensor(biases[g]);
+      linear_fwd_into(host.rows(rows, g), weights[g], bias, host.rows(out, g));
+    } else {
+      linear_dgrad_into(host.rows(rows, g), weights[g], host.rows(out, g));
+    }
+  }
+  if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
+}
 
-// FPROP and DGRAD.
-void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
-                    const Tensor& offsets, const Tensor& out, bool zero_tail) {
+// FPROP and DGRAD into `out`, of checked arguments.
+void rows_product(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
+                  const Tensor& offsets, const Tensor& out, bool zero_tail) {
+  const c10::NoGradGuard no_graph;
+  if (rows.is_cpu()) return rows_by_group(product, rows, weights, biases, offsets, out, zero_tail);
   Operands operands;
   std::vector<te_tensor> of_weights;
   of_weights.reserve(weights.size());
@@ -94,7 +107,8 @@ void rows_by_kernel(te_grouped_product product, const Tensor& rows, at::TensorLi
   problem.biases = biases.empty() ? nullptr : of_biases.data();
   problem.result = view_2d(out, kOp, "out");
   problem.zero_tail = zero_tail ? 1 : 0;
-  launch(problem, operands, rows);
+  check(te_grouped_gemm(&problem, current_stream(rows)));
+  operands.note();
 }
 
 // results: one for each group; absent ones are not wanted.
@@ -110,7 +124,8 @@ void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets,
   problem.result = absent();
   problem.results = results.data();
   problem.accumulate = accumulate.empty() ? nullptr : accumulate.data();
-  launch(problem, operands, x);
+  check(te_grouped_gemm(&problem, current_stream(x)));
+  operands.note();
 }
 
 // dy^T times a column of ones: the sums come from the product's one accumulator an element, in the order of the rows.
@@ -128,37 +143,16 @@ Tensor sums_by_kernel(const Tensor& dy, const Tensor& offsets) {
   return sums;
 }
 
-// ---- on either ----
-
-void fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
-                const Tensor& out, bool zero_tail) {
+void check_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
   check_weights(x, "x", weights, 1, offsets);
   check_biases(x, weights, biases);
-  const c10::NoGradGuard no_graph;
-  if (!x.is_cpu()) return rows_by_kernel(TE_GROUPED_FPROP, x, weights, biases, offsets, out, zero_tail);
-  const HostOffsets host(offsets);
-  for (size_t g = 0; g < host.groups; ++g) {
-    const OptionalTensor bias = biases.empty() ? OptionalTensor() : OptionalTensor(biases[g]);
-    linear_fwd_into(host.rows(x, g), weights[g], bias, host.rows(out, g));
-  }
-  if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
-}
-
-void dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out, bool zero_tail) {
-  check_weights(dy, "dy", weights, 0, offsets);
-  const c10::NoGradGuard no_graph;
-  if (!dy.is_cpu()) return rows_by_kernel(TE_GROUPED_DGRAD, dy, weights, {}, offsets, out, zero_tail);
-  const HostOffsets host(offsets);
-  for (size_t g = 0; g < host.groups; ++g) linear_dgrad_into(host.rows(dy, g), weights[g], host.rows(out, g));
-  if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
 }
 
 Tensor grouped_offsets_meta(const Tensor& splits, const Tensor&, bool) {
   return at::empty_symint({splits.sym_size(0) + 1}, splits.options().dtype(at::kInt));
 }
 Tensor grouped_fprop_meta(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
-  check_weights(x, "x", weights, 1, offsets);
-  check_biases(x, weights, biases);
+  check_fprop(x, weights, biases, offsets);
   return x.new_empty_symint({x.sym_size(0), weights[0].sym_size(0)});
 }
 Tensor grouped_dgrad_meta(const Tensor& dy, at::TensorList weights, const Tensor& offsets) {
@@ -183,8 +177,8 @@ void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tens
 
 }  // namespace
 
-Tensor split_counters(const at::Device& asked) {
-  const at::Device device = indexed(asked);
+Tensor split_counters(const at::Device& given) {
+  const at::Device device = indexed(given);
   static auto* mutex = new std::mutex;
   static auto* all = new std::map<std::pair<at::DeviceType, int>, Tensor>;
   const std::lock_guard<std::mutex> lock(*mutex);
@@ -221,24 +215,28 @@ Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like) {
 }
 
 Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
-  const Tensor y = at::empty({x.size(0), weights.empty() ? 0 : weights[0].size(0)}, x.options());
-  fprop_into(x, weights, biases, offsets, y, true);
+  check_fprop(x, weights, biases, offsets);
+  const Tensor y = at::empty({x.size(0), weights[0].size(0)}, x.options());
+  rows_product(TE_GROUPED_FPROP, x, weights, biases, offsets, y, true);
   return y;
 }
 
 Tensor grouped_dgrad(const Tensor& dy, at::TensorList weights, const Tensor& offsets) {
-  const Tensor dx = at::empty({dy.size(0), weights.empty() ? 0 : weights[0].size(1)}, dy.options());
-  dgrad_into(dy, weights, offsets, dx, true);
+  check_weights(dy, "dy", weights, 0, offsets);
+  const Tensor dx = at::empty({dy.size(0), weights[0].size(1)}, dy.options());
+  rows_product(TE_GROUPED_DGRAD, dy, weights, {}, offsets, dx, true);
   return dx;
 }
 
 void grouped_fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
                         const Tensor& out) {
-  fprop_into(x, weights, biases, offsets, out, false);
+  check_fprop(x, weights, biases, offsets);
+  rows_product(TE_GROUPED_FPROP, x, weights, biases, offsets, out, false);
 }
 
 void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out) {
-  dgrad_into(dy, weights, offsets, out, false);
+  check_weights(dy, "dy", weights, 0, offsets);
+  rows_product(TE_GROUPED_DGRAD, dy, weights, {}, offsets, out, false);
 }
 
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets) {

@@ -142,7 +142,8 @@ void run_rows(const RowsCall& call, const Tensor& out, bool zero_tail) {
   problem.biases = biases.empty() ? nullptr : biases.data();
   problem.result = view_2d(d, kOp, "out");
   problem.zero_tail = zero_tail ? 1 : 0;
-  launch(problem, operands, call.rows);
+  check(te_grouped_gemm(&problem, current_stream(call.rows)));
+  operands.note();
   if (!apart) return;
   add_biases(d, call.biases, call.offsets);
   const int64_t live = zero_tail ? out.size(0) : call.offsets.const_data_ptr<int32_t>()[problem.groups];
@@ -223,7 +224,8 @@ void run_panels(const PanelsCall& call, const std::vector<Tensor>& results, cons
   const std::vector<te_tensor> of_results = views_of_results(results);
   problem.results = of_results.data();
   problem.accumulate = accumulate;
-  launch(problem, operands, call.x);
+  check(te_grouped_gemm(&problem, current_stream(call.x)));
+  operands.note();
 }
 
 std::vector<Tensor> new_results(const PanelsCall& call, at::ScalarType dtype) {

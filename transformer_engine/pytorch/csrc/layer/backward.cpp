@@ -193,10 +193,10 @@ PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) c
   const WantedGradients& wanted = args_.wanted;
   PrologueGradient g{{}, args_.in.norm_input, wanted.prologue, wanted.input};
   g.quantizer = recompute_.in_prologue;
-  g.wants_operand = wanted.weight && args_.config.operand == SaveMode::kRecompute;
+  g.needs_operand = wanted.weight && args_.config.operand == SaveMode::kRecompute;
   g.next_quantizer = args_.next.quantizer;
   g.usage = args_.next.usage;
-  g.wants_next_sums = args_.next.column_sums;
+  g.needs_next_sums = args_.next.column_sums;
   if (pending.defined()) g.d_operand = pending.result();
   if (args_.in.norm_output.defined()) {
     g.d_operand = g.d_operand.defined() ? g.d_operand + args_.in.norm_output : args_.in.norm_output;
@@ -207,8 +207,8 @@ PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) c
 // arrived: the CommOp of dy that the input's gradient was taken over, or null.
 WeightGrads LayerBackward::weight_gradients(const CommOp* arrived) {
   const LayerConfig& config = args_.config;
-  std::optional<GatheredWgrad::Loan> loan;
-  if (wgrad_.divided != nullptr) loan.emplace(std::move(wgrad_.divided), arrived);
+  std::optional<GatheredWgrad::ReuseScope> reuse;
+  if (wgrad_.divided != nullptr) reuse.emplace(std::move(wgrad_.divided), arrived);
   const probe::PathReason because(why_override(config.quantization.get()));
   return config.grad_accumulator ? config.grad_accumulator->take(std::move(wgrad_.task), bias_)
                                  : wgrad_.task->compute(dispatch_, bias_);
@@ -320,12 +320,12 @@ Tensor unpacked_input(const DispatchMode& dispatch, const LayerConfig& config, c
 }  // namespace
 
 template <class Mode>
-variable_list LayerChain::backward(const State& state, const Wanted& wants, const NamedTensors& saved,
+variable_list LayerChain::backward(const State& state, const Wanted& needed, const NamedTensors& saved,
                                    const variable_list& grads) {
   const DispatchMode dispatch(Mode{});
   const size_t layers = state.layers.size();
   // The node's first argument is the list of all tensors.
-  const WantedByLayer wanted(layers, state.places, [&](size_t place) { return wants.at(0, place); });
+  const WantedByLayer wanted(layers, state.places, [&](size_t place) { return needed.at(0, place); });
 
   // inputs[i]: the input of layer i, where it is recomputed. kept_for_recompute[i]: the tensors that layer i saves for
   // its backward when its forward runs again.
@@ -342,7 +342,7 @@ variable_list LayerChain::backward(const State& state, const Wanted& wants, cons
   const auto give = [&](int name, at::TensorList gradients) {
     const ArgumentPlace* place = find_place(state.places, name);
     for (size_t i = 0; place != nullptr && i < std::min(place->count, gradients.size()); ++i) {
-      if (wants.at(0, place->first + i)) out[place->first + i] = gradients[i];
+      if (needed.at(0, place->first + i)) out[place->first + i] = gradients[i];
     }
   };
   const auto grad = [&](size_t i) { return grads.size() > i ? grads[i] : Tensor(); };

@@ -171,7 +171,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   Operand gathered;
   if (config.tp_comm == nullptr) {
     const Tensor like = like_operand(config, x, operand.for_gemm, rows);
-    out.y = layer_gemm(dispatch, config, Pass::kFprop, operand.for_gemm, weights, like, nullptr).result();
+    out.y = config.gemm_policy->fprop(dispatch, operand.for_gemm, nullptr, weights, like, q == nullptr || q->split_fprop);
   } else {
     CommResult result = gemm_with_comm(dispatch, config, save, x, operand, weights, biases, usage,
                                        save_operand && config.tp_comm->gathers(Pass::kFprop));
@@ -194,10 +194,10 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
 namespace {
 
 // A traced call meets no other rank.
-std::string_view asking_group(const DispatchMode& dispatch, const LayerConfigs& layers, const Tensor& x) {
+std::string_view fingerprint_group(const DispatchMode& dispatch, const LayerConfigs& layers, const Tensor& x) {
   if (!dispatch.direct()) return {};
   for (const LayerConfig& config : layers) {
-    if (config.tp_comm != nullptr) return config.tp_comm->asking_group(x);
+    if (config.tp_comm != nullptr) return config.tp_comm->fingerprint_group(x);
   }
   return {};
 }
@@ -217,7 +217,7 @@ void decide(LayerConfig& config, size_t layer_idx, const SavedPolicy& policy) {
 template <class Mode>
 variable_list LayerChain::forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call) {
   const DispatchMode dispatch(Mode{});
-  const RankErrorGuard guard(asking_group(dispatch, call.layers, call.x()), call.x(),
+  const RankErrorGuard guard(fingerprint_group(dispatch, call.layers, call.x()), call.x(),
                              call.layers.size() > 1 ? "layernorm_mlp" : "linear");
   const NamedTensors& arguments = call.arguments;
   const size_t layers = call.layers.size();

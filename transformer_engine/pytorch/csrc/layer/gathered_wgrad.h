@@ -21,14 +21,14 @@ class GatheredWgrad final : public WgradTask {
         dtype_(dtype) {}
 
   // While it lives, the task can reuse the CommOp that has gathered dy for the input's gradient.
-  class Loan {
+  class ReuseScope {
    public:
-    Loan(std::shared_ptr<GatheredWgrad> product, const CommOp* arrived) : product_(std::move(product)) {
+    ReuseScope(std::shared_ptr<GatheredWgrad> product, const CommOp* arrived) : product_(std::move(product)) {
       product_->arrived_ = arrived;
     }
-    ~Loan() { product_->arrived_ = nullptr; }
-    Loan(const Loan&) = delete;
-    Loan& operator=(const Loan&) = delete;
+    ~ReuseScope() { product_->arrived_ = nullptr; }
+    ReuseScope(const ReuseScope&) = delete;
+    ReuseScope& operator=(const ReuseScope&) = delete;
 
    private:
     std::shared_ptr<GatheredWgrad> product_;

@@ -26,11 +26,11 @@ constexpr const char* kFp8OneByOne =
 class ListOneByOne {
  public:
   explicit ListOneByOne(const char* why) {
-    if (why != nullptr && probe::active()) told_.emplace(why);
+    if (why != nullptr && probe::active()) reason_.emplace(why);
   }
 
  private:
-  std::optional<probe::PathReason> told_;
+  std::optional<probe::PathReason> reason_;
 };
 
 // Of one whose plain rows are a matrix. A group alone was kept without being one of several.
@@ -247,7 +247,7 @@ class HostGroups final : public GemmPolicy {
   }
 
  private:
-  // Whether group i's rows are quantized by one scale, which the backward has to know.
+  // Whether group i's rows are quantized by one scale, which the backward needs.
   bool has_one_scale(size_t i) const {
     const auto kind = quantization(grouping_.quantizations[0].get(), i)->x.spec.kind;
     return kind == QuantizeSpec::kCurrent || kind == QuantizeSpec::kDelayed;

@@ -32,20 +32,6 @@ Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; 
 using Grouped = Op<GroupedChain, &pack_grouped, &one>;
 using GroupedMainGrad = MainGradOp<GroupedChain, &pack_grouped, &one>::type;
 
-Tensor grouped_linear(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-                      const OptionalTensor& offsets, const std::vector<int64_t>& splits, bool keep_input,
-                      const GroupedHandles& handles) {
-  const bool own = !handles.own_weights.empty();  // the weights serve autograd alone
-  const bool fits = handles.fits_schema() || weights.empty() || !must_dispatch({&x, own ? &x : &weights[0]});
-  TORCH_CHECK_NOT_IMPLEMENTED(fits,
-                              "grouped_linear: arguments 'out' and 'dgrad_out', and quantizers that differ from group "
-                              "to group, work on plain tensors in eager mode, not under FakeTensorMode, functorch or "
-                              "with tensor subclasses; leave them out there.");
-  const auto extra = [&](LayerArgs& call) { return add_handles(call, 0, offsets, splits, handles); };
-  return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
-                        at::ArrayRef<int64_t>(splits), keep_input, handles);
-}
-
 }  // namespace
 
 #define TE_GROUPED_LINEAR                                                                                \
@@ -63,8 +49,17 @@ TE_OP_REGISTRATION(grouped_linear, ops) {
                  const GradAccumulatorPtr& grad_accumulator, const GroupQuantizations& quantizations,
                  const std::vector<Quantized>& own_weights, const OptionalTensor& out,
                  const OptionalTensor& dgrad_out) {
-        return layer::grouped_linear(x, weights, biases, offsets, splits, keep_input,
-                                     {grad_accumulator, quantizations, own_weights, out, dgrad_out});
+        const GroupedHandles handles{grad_accumulator, quantizations, own_weights, out, dgrad_out};
+        const bool own = !own_weights.empty();  // the weights serve autograd alone
+        const bool fits = handles.fits_schema() || weights.empty() || !must_dispatch({&x, own ? &x : &weights[0]});
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            fits,
+            "grouped_linear: arguments 'out' and 'dgrad_out', and quantizers that differ from group to group, work on "
+            "plain tensors in eager mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them "
+            "out there.");
+        const auto extra = [&](LayerArgs& call) { return add_handles(call, 0, offsets, splits, handles); };
+        return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
+                              at::ArrayRef<int64_t>(splits), keep_input, handles);
       });
   ops.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();
 }

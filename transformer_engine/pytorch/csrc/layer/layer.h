@@ -66,7 +66,7 @@ struct TE_EXPORT LayerChain {
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, at::TensorList, const LayerArgs& call);
   template <class Mode>
-  static variable_list backward(const State& state, const Wanted& wants, const NamedTensors& saved,
+  static variable_list backward(const State& state, const Wanted& needed, const NamedTensors& saved,
                                 const variable_list& grads);
 };
 

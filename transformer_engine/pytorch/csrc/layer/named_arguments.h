@@ -89,18 +89,18 @@ struct WantedGradients {
   bool gemm() const { return operand || weight || bias(); }
 };
 
-// The gradients that each layer computes. `wants(place)`: whether the argument at a place needs a gradient. any:
+// The gradients that each layer computes. `is_wanted(place)`: whether the argument at a place needs a gradient. any:
 // whether a gradient reaches the last layer's GEMM or an earlier layer.
 struct WantedByLayer {
   c10::SmallVector<WantedGradients, 2> layers;
   bool any = false;
 
-  template <class Wants>
-  WantedByLayer(size_t count, const ArgumentPlaces& places, Wants&& wants) : layers(count) {
+  template <class IsWanted>
+  WantedByLayer(size_t count, const ArgumentPlaces& places, IsWanted&& is_wanted) : layers(count) {
     bool x = false;
     for (const ArgumentPlace& place : places) {
       bool wanted = false;
-      for (size_t i = 0; !wanted && i < place.count; ++i) wanted = wants(place.first + i);
+      for (size_t i = 0; !wanted && i < place.count; ++i) wanted = is_wanted(place.first + i);
       if (wanted) place.name == kX ? void(x = true) : note(place.name);
     }
     follow(x);

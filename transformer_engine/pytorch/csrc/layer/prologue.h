@@ -34,14 +34,14 @@ struct PrologueGradient {
   Tensor d_operand;  // undefined: there is none
   Tensor d_input;    // a gradient of the prologue's input from elsewhere: that of a residual
   OwnWanted wanted;  // of the prologue's tensors
-  bool wants_input = true;
+  bool needs_input = true;
   // Whether backward() recomputes the operand too, and by which quantizer.
-  bool wants_operand = false;
+  bool needs_operand = false;
   const Quantizer* quantizer = nullptr;
   // How the layer that computed the prologue's input reads the gradient. Null: in high precision.
   const Quantizer* next_quantizer = nullptr;
   QuantizeUsage usage{};
-  bool wants_next_sums = false;
+  bool needs_next_sums = false;
 };
 
 struct PrologueBackward {

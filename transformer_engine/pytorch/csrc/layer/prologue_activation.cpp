@@ -44,17 +44,17 @@ class Activation final : public Prologue {
   PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
                             const PrologueGradient& g) const override {
     PrologueBackward back;
-    if (fuses(dispatch, g.next_quantizer) && (!g.wants_operand || fuses(dispatch, g.quantizer))) {
-      const QuantizeSpec spec = g.wants_operand ? g.quantizer->spec : QuantizeSpec();
+    if (fuses(dispatch, g.next_quantizer) && (!g.needs_operand || fuses(dispatch, g.quantizer))) {
+      const QuantizeSpec spec = g.needs_operand ? g.quantizer->spec : QuantizeSpec();
       std::tie(back.dx.fp8, back.operand.fp8) = Direct::call<activation_bwd_quantize>(
           "te::activation_bwd_quantize", g.d_operand, saved.input, kind(), params(), *g.next_quantizer, g.usage,
-          g.wants_next_sums ? &back.dx_sums : nullptr, spec, saved.used_scales, QuantizeUsage{false, g.wants_operand});
+          g.needs_next_sums ? &back.dx_sums : nullptr, spec, saved.used_scales, QuantizeUsage{false, g.needs_operand});
       return back;
     }
     const auto [dx, y] = dispatch.call<activation_bwd>("te::activation_bwd", g.d_operand, saved.input, kind(), params(),
-                                                       g.wants_operand);
-    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.wants_next_sums ? &back.dx_sums : nullptr);
-    if (g.wants_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
+                                                       g.needs_operand);
+    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.needs_next_sums ? &back.dx_sums : nullptr);
+    if (g.needs_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
     return back;
   }
 
@@ -102,13 +102,13 @@ class ScaledActivation final : public Prologue {
   PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
                             const PrologueGradient& g) const override {
     PrologueBackward back;
-    const bool wants_scale = g.wanted[row_scale::kScale];
+    const bool needs_scale = g.wanted[row_scale::kScale];
     auto [dx, dscale, y] = dispatch.call<scaled_activation_bwd>("te::scaled_activation_bwd", g.d_operand, saved.input,
                                                                 saved.tensors[row_scale::kScale], live_, kind(),
-                                                                params(), wants_scale, g.wants_operand);
-    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.wants_next_sums ? &back.dx_sums : nullptr);
-    if (g.wants_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
-    if (wants_scale) back.gradients.emplace_back(row_scale::kScale, std::move(dscale));
+                                                                params(), needs_scale, g.needs_operand);
+    back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.needs_next_sums ? &back.dx_sums : nullptr);
+    if (g.needs_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
+    if (needs_scale) back.gradients.emplace_back(row_scale::kScale, std::move(dscale));
     return back;
   }
 

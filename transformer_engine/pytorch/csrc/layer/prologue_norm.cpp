@@ -75,7 +75,7 @@ class Norm final : public Prologue {
     if (g.d_operand.defined()) {
       const Tensor &rstd = saved.tensors[kRstd], &saved_mean = saved.tensors[kMean];
       const Tensor mean = saved_mean.defined() ? saved_mean : rstd.new_empty({0});
-      const bool input = g.wants_input || g.wanted[kResidual] || g.d_input.defined();
+      const bool input = g.needs_input || g.wanted[kResidual] || g.d_input.defined();
       auto [dx, dgamma, dbeta] = dispatch.call<normalization_bwd>(
           "te::normalization_bwd", g.d_operand, optional(g.d_input), saved.input, saved.tensors[kGamma], mean, rstd,
           rms_, zero_centered_, std::array<bool, 3>{input, g.wanted[kGamma], g.wanted[kBeta]});

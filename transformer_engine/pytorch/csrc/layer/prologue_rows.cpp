@@ -40,7 +40,7 @@ class GatheredRows final : public Prologue {
   PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
                             const PrologueGradient& g) const override {
     PrologueBackward back;
-    if (!g.wants_input || !g.d_operand.defined()) return back;
+    if (!g.needs_input || !g.d_operand.defined()) return back;
     back.dx.plain = dispatch.call<unpermute_fwd>("te::unpermute_fwd", g.d_operand, saved.tensors[row_map::kRowOfPair],
                                                  false, OptionalTensor(), OptionalTensor(), OptionalTensor());
     return back;

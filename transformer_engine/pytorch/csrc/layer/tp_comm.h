@@ -69,7 +69,7 @@ class TE_EXPORT TPComm {
 
   // The process group whose ranks compare fingerprints before a call's first collective; empty: they compare them in
   // another way. x: the input of the call.
-  virtual std::string_view asking_group(const Tensor& x) const { return {}; }
+  virtual std::string_view fingerprint_group(const Tensor& x) const { return {}; }
   // Refuses an x that cannot be communicated.
   virtual void check(const Tensor& x) const {}
   // Whether the operand of this pass is gathered from all ranks.

@@ -224,7 +224,7 @@ std::shared_ptr<PeerChannel> GroupTPComm::peers(const DispatchMode& dispatch, co
   return few ? nullptr : channel;
 }
 
-std::string_view GroupTPComm::asking_group(const Tensor& x) const {
+std::string_view GroupTPComm::fingerprint_group(const Tensor& x) const {
   const bool gathers = column() && parallel_.sequence;
   const c10::SymInt tokens = rows_in({x, {}}, false) * (gathers ? parallel_.ranks : 1);
   const te_comm_op op = gathers ? TE_COMM_GATHER_PRODUCT : TE_COMM_PRODUCT_SCATTER;

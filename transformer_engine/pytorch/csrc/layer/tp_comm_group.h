@@ -46,7 +46,7 @@ class GroupTPComm final : public TPComm {
                                      const c10::SymInt& tokens) const;
   const char* why_serial() const { return why_serial_.empty() ? nullptr : why_serial_.c_str(); }
 
-  std::string_view asking_group(const Tensor& x) const override;
+  std::string_view fingerprint_group(const Tensor& x) const override;
   void check(const Tensor& x) const override;
   bool gathers(Pass pass) const override {
     return parallel_.sequence && pass == (column() ? Pass::kFprop : Pass::kDgrad);

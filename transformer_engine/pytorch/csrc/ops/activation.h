@@ -35,7 +35,7 @@ Tensor scaled_activation_fwd(const Tensor& x, const Tensor& scale, const Optiona
 // not wanted.
 std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
                                                          const OptionalTensor& live, std::string_view kind,
-                                                         at::ArrayRef<double> params, bool wants_dscale, bool emit);
+                                                         at::ArrayRef<double> params, bool needs_dscale, bool emit);
 
 // Shared by the files of this binding.
 struct ActivationKind {

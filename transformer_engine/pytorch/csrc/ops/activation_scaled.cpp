@@ -41,11 +41,11 @@ Tensor fwd_meta(const Tensor& x, const Tensor& scale, const OptionalTensor& live
 
 std::tuple<Tensor, Tensor, Tensor> bwd_meta(const Tensor& dy, const Tensor& x, const Tensor& scale,
                                             const OptionalTensor& live, std::string_view kind, at::ArrayRef<double>,
-                                            bool wants_dscale, bool emit) {
+                                            bool needs_dscale, bool emit) {
   check_activation_dy(dy, x, activation_kind(kind).gated);
   check_scale(x, scale, live);
   return {x.new_empty_symint(x.sym_sizes()),
-          wants_dscale ? scale.new_empty_symint(scale.sym_sizes()) : scale.new_empty({0}),
+          needs_dscale ? scale.new_empty_symint(scale.sym_sizes()) : scale.new_empty({0}),
           emit ? x.new_empty_symint(dy.sym_sizes()) : x.new_empty({0})};
 }
 
@@ -124,7 +124,7 @@ Tensor scaled_activation_fwd(const Tensor& x, const Tensor& scale, const Optiona
 
 std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
                                                          const OptionalTensor& live, std::string_view kind,
-                                                         at::ArrayRef<double> params, bool wants_dscale, bool emit) {
+                                                         at::ArrayRef<double> params, bool needs_dscale, bool emit) {
   const ActivationKind k = activation_kind(kind);
   check_activation_dy(dy, x, k.gated);
   check_scale(x, scale, live);
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const
   const Tensor dx = at::empty(in.sizes(), in.options());
   const Tensor y = emit ? at::empty(grad.sizes(), in.options()) : at::empty({0}, in.options());
   Tensor dscale;
-  if (wants_dscale) {
+  if (needs_dscale) {
     dscale = live.has_value() ? at::zeros(scale.sizes(), scale.options()) : at::empty(scale.sizes(), scale.options());
   } else {
     dscale = at::empty({0}, scale.options());
@@ -140,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const
   check(te_activation_scaled_backward(k.number, activation_params(params), view_2d(grad, kName, "dy"),
                                       view_2d(in, kName, "x"), view_2d(scales, kName, "scale"),
                                       view_2d(live, kName, "live"), view_2d(dx, kName, "dx"),
-                                      wants_dscale ? view_2d(row_of(dscale), kName, "dscale") : absent(),
+                                      needs_dscale ? view_2d(row_of(dscale), kName, "dscale") : absent(),
                                       emit ? view_2d(y, kName, "y") : absent(), current_stream(in)));
   return {dx, dscale, y};
 }
@@ -152,12 +152,12 @@ TE_OP_REGISTRATION(activation_scaled, ops) {
       .python([](const Tensor& x, const Tensor& scale, const OptionalTensor& live, const std::string& kind,
                  const std::vector<double>& params) { return scaled_activation_fwd(x, scale, live, kind, params); });
   ops.op("scaled_activation_bwd(Tensor dy, Tensor x, Tensor scale, Tensor? live, str kind, float[] params, "
-         "bool wants_dscale, bool emit) -> (Tensor, Tensor, Tensor)")
+         "bool needs_dscale, bool emit) -> (Tensor, Tensor, Tensor)")
       .kernel(scaled_activation_bwd)
       .meta(bwd_meta)
       .python([](const Tensor& dy, const Tensor& x, const Tensor& scale, const OptionalTensor& live,
-                 const std::string& kind, const std::vector<double>& params, bool wants_dscale,
-                 bool emit) { return scaled_activation_bwd(dy, x, scale, live, kind, params, wants_dscale, emit); });
+                 const std::string& kind, const std::vector<double>& params, bool needs_dscale,
+                 bool emit) { return scaled_activation_bwd(dy, x, scale, live, kind, params, needs_dscale, emit); });
   ops.op("scaled_activation(Tensor x, Tensor scale, str kind, float[] params) -> Tensor")
       .composite(scaled_dispatched)
       .autograd(scaled_autograd)

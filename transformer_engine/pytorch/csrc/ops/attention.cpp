@@ -272,11 +272,11 @@ struct AttentionFamily {
   }
 
   template <class Mode>
-  static variable_list backward(const State& state, const Wanted& asked, const NamedTensors& saved,
+  static variable_list backward(const State& state, const Wanted& inputs, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return {};
     AttentionWanted wanted{};
-    for (size_t i = 0; i < kAttentionInputs; ++i) wanted[i] = asked[i];
+    for (size_t i = 0; i < kAttentionInputs; ++i) wanted[i] = inputs[i];
     const Tensor dout = grads[0].defined() ? grads[0] : saved[kOut].new_zeros_symint(saved[kOut].sym_sizes());
     const OptionalTensor dlse = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
     TensorsOrNone rows;

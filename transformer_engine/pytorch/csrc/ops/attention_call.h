@@ -16,7 +16,7 @@ inline constexpr int64_t kAttentionQueryBlock = 256, kAttentionKeyBlock = 512;
 
 using TensorsOrNone = c10::List<std::optional<Tensor>>;
 
-// The tensors that tell which rows are tokens and which scores are masked out; none has a gradient.
+// The tensors that determine which rows are tokens and which scores are masked out; none has a gradient.
 enum AttentionRow : uint8_t {
   kMask,
   kPresentQ,

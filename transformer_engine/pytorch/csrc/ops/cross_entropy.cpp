@@ -104,7 +104,7 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // (loss, logits overwritten with their gradient, the mean's 1 / n or an empty tensor).
 Three over_logits(const Tensor& logits, const Tensor& target, const LossOptions& options, bool gradient) {
-  const RankErrorGuard guard(options.asking_group(), logits, kOp);
+  const RankErrorGuard guard(options.fingerprint_group(), logits, kOp);
   check_logits(logits, target, options);
   check_memory(logits, kOp, "logits");
   gradients_over_logits().check(logits);
@@ -131,7 +131,7 @@ LossOptions options_of(double label_smoothing, bool reduce_loss, int64_t ignore_
 Three cross_entropy_fwd(const Tensor& logits, const Tensor& target, double label_smoothing, bool reduce_loss,
                         int64_t ignore_idx, std::string_view group, int64_t ranks, bool gradient) {
   const LossOptions options = options_of(label_smoothing, reduce_loss, ignore_idx, group, ranks);
-  const RankErrorGuard guard(options.asking_group(), logits, kOp);
+  const RankErrorGuard guard(options.fingerprint_group(), logits, kOp);
   check_logits(logits, target, options);
   gradients_over_logits().check(logits);
   const Tensor memory = gradient ? logits.clone() : logits;

@@ -22,7 +22,7 @@ struct LossOptions {
   std::string group;  // its ranks have equal parts of the classes, in their order; read if ranks > 1
   int64_t ranks = 1;
 
-  std::string_view asking_group() const { return ranks > 1 ? std::string_view(group) : std::string_view(); }
+  std::string_view fingerprint_group() const { return ranks > 1 ? std::string_view(group) : std::string_view(); }
 };
 
 // Raises ValueError for arguments that do not fit. rows: the shape of the target. classes: of one rank.

@@ -107,15 +107,15 @@ class ChunkLoop {
   Tensor loss, dhidden, dweight, dbias;
 
  private:
-  bool wants_any() const { return wanted_[0] || wanted_[1] || wanted_[2]; }
+  bool needs_any() const { return wanted_[0] || wanted_[1] || wanted_[2]; }
 
   void chunk(int64_t first, int64_t count, const Tensor& scale) {
     const DispatchMode dispatch(Direct{});
     const Operand x =
         operand_of(dispatch, q_ != nullptr ? &q_->x : nullptr, x_.narrow(0, first, count), {true, wanted_[1]});
     Tensor logits = product(x);
-    loss_of_rows(logits, target_.narrow(0, first, count), scale, loss.narrow(0, first, count), wants_any(), options_);
-    if (!wants_any()) return;
+    loss_of_rows(logits, target_.narrow(0, first, count), scale, loss.narrow(0, first, count), needs_any(), options_);
+    if (!needs_any()) return;
     if (wanted_[2]) {
       const Tensor sums = logits.sum(0, false, at::kFloat);
       first == 0 ? dbias.copy_(sums) : dbias.add_(sums);
@@ -221,9 +221,9 @@ struct LinearCrossEntropyFamily {
   }
 
   template <class Mode>
-  static variable_list backward(const State& state, const Wanted& asked, const NamedTensors& saved,
+  static variable_list backward(const State& state, const Wanted& inputs, const NamedTensors& saved,
                                 const variable_list& grads) {
-    const Flags wanted{asked[0], asked[1], asked[2]};
+    const Flags wanted{inputs[0], inputs[1], inputs[2]};
     if (!grads[0].defined()) return {};
     variable_list out(3);
     if (!state.options.reduce) {
@@ -245,7 +245,7 @@ Five linear_cross_entropy_fwd(const Tensor& hidden, const Tensor& weight, const 
                               bool reduce_loss, int64_t ignore_idx, bool float32_sum,
                               at::ArrayRef<int64_t> quantization, std::string_view group, int64_t ranks, Flags wanted) {
   const LossOptions options{label_smoothing, reduce_loss, ignore_idx, std::string(group), ranks};
-  const RankErrorGuard guard(options.asking_group(), hidden, kFusedOp);
+  const RankErrorGuard guard(options.fingerprint_group(), hidden, kFusedOp);
   check_arguments(hidden, weight, bias, target, options);
   check_memory(hidden, kFusedOp, "hidden");
   check_memory(weight, kFusedOp, "weight");

@@ -47,8 +47,8 @@ class SaveRequest {
  public:
   SaveRequest(const Tensor& t, PyObject* python) : tensor(t), object(python) {}
   const LiveRows* live() const {
-    if (!asked_) live_ = live_rows(tensor, true);
-    asked_ = true;
+    if (!looked_up_) live_ = live_rows(tensor, true);
+    looked_up_ = true;
     return live_;
   }
 
@@ -56,7 +56,7 @@ class SaveRequest {
   PyObject* object;
 
  private:
-  mutable bool asked_ = false;
+  mutable bool looked_up_ = false;
   mutable const LiveRows* live_ = nullptr;
 };
 

@@ -59,7 +59,7 @@ class Turns {
 std::vector<PyObject*> listeners;
 std::atomic<size_t> listening{0};
 
-void tell(PyObject* weight) {
+void note_accumulation(PyObject* weight) {
   for (PyObject* noted : listeners) {
     const py::object id = owned(PyLong_FromVoidPtr(weight));
     if (!id || PySet_Add(noted, id.ptr()) != 0) throw_python_error();
@@ -81,19 +81,19 @@ void forget_accumulations(PyObject* noted) {
   Py_DECREF(noted);
 }
 
-std::vector<size_t> WeightParameters::find_unasked() const {
-  if (weights.size() == 1 || asks_for_all()) return {};
+std::vector<size_t> WeightParameters::find_unrequested() const {
+  if (weights.size() == 1 || all_leaves_wanted()) return {};
   std::vector<Tensor> leaves = weights;
   leaves.insert(leaves.end(), biases.begin(), biases.end());
   return unwanted(leaves);
 }
 
-bool WeightParameters::asked(size_t number) const {
-  return std::find(unasked.begin(), unasked.end(), number) == unasked.end();
+bool WeightParameters::requested(size_t number) const {
+  return std::find(unrequested.begin(), unrequested.end(), number) == unrequested.end();
 }
 
 std::vector<size_t> WeightParameters::left_out() const {
-  std::vector<size_t> numbers = unasked;
+  std::vector<size_t> numbers = unrequested;
   for (size_t i = 0; i < wanted.size() + wanted_biases.size(); ++i) {
     if (!(i < wanted.size() ? wanted[i] : wanted_biases[i - wanted.size()])) numbers.push_back(i);
   }
@@ -108,16 +108,16 @@ std::vector<int64_t> WeightParameters::rows() const {
   return rows;
 }
 
-std::vector<Tensor> WeightParameters::main_grads(bool ask) const {
+std::vector<Tensor> WeightParameters::main_grads(bool call_lazy) const {
   const Names& attributes = names_of_attributes();
   Attributes attributes_of;
   std::vector<Tensor> found(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (!takes(i) || !asked(i)) continue;
+    if (!takes(i) || !requested(i)) continue;
     const py::object weight = owned(THPVariable_Wrap(weights[i]));
     attributes_of.now(weight.ptr());
     const py::object lazy = attributes_of.get(attributes.get_main_grad);
-    if (lazy && !ask) continue;
+    if (lazy && !call_lazy) continue;
     py::object main_grad = lazy ? called(lazy.ptr(), {}) : attributes_of.get(attributes.main_grad);
     if (!main_grad) main_grad = py::none();
     if (!THPVariable_CheckExact(main_grad.ptr()) || !fits(THPVariable_Unpack(main_grad.ptr()), weights[i])) {
@@ -136,7 +136,7 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
   targets.list.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     targets.list.push_back({main_grads[i], weights[i].size(0), overwrite});
-    targets.tells.push_back(false);
+    targets.has_added_flag.push_back(false);
     targets.stands_in.push_back(false);
     targets.zero.push_back(false);
     if (!takes(i)) continue;
@@ -146,7 +146,7 @@ WeightTargets WeightParameters::targets(const std::vector<Tensor>& main_grads) c
     targets.stands_in[i] = waits;
     if (waits) targets.zero[i] = is_true(attributes_of.get(attributes.zero_out).ptr());
     if (!main_grads[i].defined()) continue;
-    targets.tells[i] = waits;
+    targets.has_added_flag[i] = waits;
     targets.list[i].overwrite = overwrite || is_true(attributes_of.get(attributes.overwrite).ptr());
   }
   return targets;
@@ -161,14 +161,15 @@ std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const
     const Turns turns(targets.list);
     sums = accumulate_any(product, targets.list, with_bias);
   }
-  const bool waits = std::find(targets.tells.begin(), targets.tells.end(), true) != targets.tells.end();
+  const bool waits =
+      std::find(targets.has_added_flag.begin(), targets.has_added_flag.end(), true) != targets.has_added_flag.end();
   if (waits || listening.load() != 0) {
     const pybind11::gil_scoped_acquire gil;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!targets.list[i].out.defined()) continue;
       const py::object weight = owned(THPVariable_Wrap(weights[i]));
-      tell(weight.ptr());
-      if (targets.tells[i] && PyObject_SetAttr(weight.ptr(), names_of_attributes().added, Py_True) != 0)
+      note_accumulation(weight.ptr());
+      if (targets.has_added_flag[i] && PyObject_SetAttr(weight.ptr(), names_of_attributes().added, Py_True) != 0)
         throw_python_error();
     }
   }
@@ -252,10 +253,10 @@ Tensor dummy_weight_grad(at::IntArrayRef shape, at::ScalarType dtype, const at::
 WeightGrads ParameterGradAccumulator::take(std::shared_ptr<const WgradTask> product, bool with_bias) const {
   const WeightParameters* parameters = &parameters_;
   std::shared_ptr<WeightParameters> own;
-  std::vector<size_t> unasked = parameters_.find_unasked();
-  if (store_ != nullptr || !unasked.empty()) {
+  std::vector<size_t> unrequested = parameters_.find_unrequested();
+  if (store_ != nullptr || !unrequested.empty()) {
     own = std::make_shared<WeightParameters>(parameters_);
-    own->unasked = std::move(unasked);
+    own->unrequested = std::move(unrequested);
     parameters = own.get();
   }
   if (store_ != nullptr) {

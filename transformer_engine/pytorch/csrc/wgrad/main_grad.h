@@ -20,7 +20,7 @@ struct WeightNames {
 // The attributes of a product's parameters, as the backward reads them.
 struct WeightTargets {
   std::vector<WeightTarget> list;
-  c10::SmallVector<bool, 4> tells;  // which parameters have grad_added_to_main_grad, which the backward sets
+  c10::SmallVector<bool, 4> has_added_flag;  // which parameters have grad_added_to_main_grad, which the backward sets
   // For which parameters autograd receives a dummy, so that its hooks fire, and for which one of zeros. The parameters
   // of one matrix share one dummy, if all that want a gradient need one.
   c10::SmallVector<bool, 4> stands_in, zero;
@@ -33,21 +33,21 @@ struct WeightParameters {
   std::vector<Tensor> weights, biases;
   c10::SmallVector<bool, 4> wanted, wanted_biases;
   bool fused = false;
-  bool overwrite = false;       // an argument of the call; a weight may have overwrite_main_grad too
-  std::vector<size_t> unasked;  // weights, then biases, whose gradients the backward does not bring
+  bool overwrite = false;           // an argument of the call; a weight may have overwrite_main_grad too
+  std::vector<size_t> unrequested;  // weights, then biases, whose gradients the backward does not bring
 
-  // In a backward: `unasked`. For autograd the parameters of one matrix are one, of which all is wanted or none.
-  std::vector<size_t> find_unasked() const;
-  bool asked(size_t number) const;
-  // `unasked`, and the parameters that wanted no gradient when the product was called.
+  // In a backward: `unrequested`. For autograd the parameters of one matrix are one, of which all is wanted or none.
+  std::vector<size_t> find_unrequested() const;
+  bool requested(size_t number) const;
+  // `unrequested`, and the parameters that wanted no gradient when the product was called.
   std::vector<size_t> left_out() const;
   // As autograd does: a weight that was frozen since the call gets no gradient.
   bool takes(size_t number) const;
   std::vector<int64_t> rows() const;
 
-  // Under the GIL: where the wanted gradients are added to; others are undefined. Unless `ask`, a get_main_grad() is
-  // left to the backward. ValueError for a missing or unfit one.
-  std::vector<Tensor> main_grads(bool ask) const;
+  // Under the GIL: where the wanted gradients are added to; others are undefined. Unless `call_lazy`, a get_main_grad()
+  // is left to the backward. ValueError for a missing or unfit one.
+  std::vector<Tensor> main_grads(bool call_lazy) const;
   WeightTargets targets(const std::vector<Tensor>& main_grads) const;
 
   // The wanted gradients into their targets. Returns the biases', one for each; none unless `with_bias`.

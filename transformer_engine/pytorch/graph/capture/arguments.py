@@ -32,7 +32,7 @@ def merge_deprecated(old: dict[str, object], new: dict[str, object]) -> list[obj
                     f"{short_repr(old_value)}; '{old_name}' is the deprecated name of '{name}', pass only '{name}'."
                 )
             text = f"{OP}: argument '{old_name}' is deprecated, use '{name}'"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)  # the caller of tells_keywords' wrapper
+            warnings.warn(text, DeprecationWarning, stacklevel=4)  # the caller of check_keywords' wrapper
             value = old_value
         values.append(value)
     return values

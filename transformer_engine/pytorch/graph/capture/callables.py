@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 
 from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
-from transformer_engine.pytorch._internal.keywords import tells_keywords
+from transformer_engine.pytorch._internal.keywords import check_keywords
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.graph.capture.arguments import (
     check_bools,
@@ -34,7 +34,7 @@ from transformer_engine.pytorch.graph.recorded.quantization import WeightFlag
 from transformer_engine.pytorch.graph.replay.signature import Signature
 
 
-@tells_keywords()
+@check_keywords()
 def make_graphed_callables(
     modules: Callable | tuple[Callable, ...],
     sample_args: tuple,

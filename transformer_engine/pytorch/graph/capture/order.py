@@ -128,7 +128,7 @@ def pipeline_schedule(
         if kind == BACKWARD and turn >= done[FORWARD][chunk]:
             raise ValueError(
                 f"{OP}: argument '_order' has {-chunk - 1} at position {position}, before the forward of "
-                "that microbatch."
+                "that microbatch, wanted after it."
             )
         if (kind == WGRAD and turn >= done[BACKWARD][chunk]) or (
             kind == BACKWARD and chunk in with_entries and turn > done[WGRAD][chunk]

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.quantization.recipes.products import (
     native,
 )
 from transformer_engine.pytorch.quantization.recipes.quantizers import (
-    ask_factory,
+    call_factory,
     delayed_spec,
     make_quantizer,
     only_rule,
@@ -54,7 +54,7 @@ class ModulePlan:
         self.rule = plan.rule
         self.sources: list[dict[str, object]] = []  # of each product: role -> Spec or Quantizer
         if plan.factory is not None:
-            self._ask_factory()
+            self._call_factory()
         elif plan.specs is not None:
             self.sources = [dict(zip(ROLES, plan.specs, strict=True)) for _ in roles]
         self.forward: ScalingState | None = None
@@ -83,20 +83,20 @@ class ModulePlan:
 
     # ---- answers of a factory ----
 
-    def _ask_factory(self) -> None:
+    def _call_factory(self) -> None:
         rules: list[DelayedScaling] = []
-        self.sources = [{role: self._answer(asked[role], rules) for role in ROLES} for asked in self.roles]
+        self.sources = [{role: self._answer(requested[role], rules) for role in ROLES} for requested in self.roles]
         self.rule = only_rule(rules)
         if self.rule is not None and not self.plan.reads_columns:
             raise ValueError(
                 f"CustomRecipe: argument 'backward_override' is {self.plan.recipe.backward_override!r}, but 'qfactory' "
-                "asks for delayed scaling, which has none; pass None, also with NVTE_BACKWARD_OVERRIDE set, or let the "
+                "requests delayed scaling, which has none; pass None, also with NVTE_BACKWARD_OVERRIDE set, or let the "
                 "factory return quantizers."
             )
         self.shared = None
 
     def _answer(self, role: QuantizerRole, rules: list[DelayedScaling]) -> object:
-        answer = ask_factory(self.plan.factory, role)
+        answer = call_factory(self.plan.factory, role)
         if not isinstance(answer, DelayedScalingRequest):
             return answer
         rule = answer.recipe()
@@ -196,7 +196,7 @@ class ModulePlan:
         source = self._answer(self.roles[index][role], rules)
         if any(rule != self.rule for rule in rules):
             raise NotImplementedError(
-                f"CustomRecipe: argument 'qfactory' asks for delayed scaling of '{role}' in another way than of the "
+                f"CustomRecipe: argument 'qfactory' requests delayed scaling of '{role}' in another way than of the "
                 "module's other tensors, which is not available in this version; let its requests be equal."
             )
         self.sources[index][role] = source

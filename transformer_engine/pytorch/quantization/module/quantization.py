@@ -192,7 +192,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             state = current_state()
         if not state.active:
             if self.token is not None:
-                self._tell_of_recomputation(module)
+                self._warn_of_recomputation(module)
                 self.leave()
             return None
         if self.token is not state.token or state.token is None:
@@ -205,7 +205,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         index = module._products.index(product)
         return own.product(index, RECORD if own.rule is None else self.variant(module, state, own, index))
 
-    def _tell_of_recomputation(self, module: torch.nn.Module) -> None:
+    def _warn_of_recomputation(self, module: torch.nn.Module) -> None:
         """Warns of a second run in a backward outside of the autocast of the first run."""
         if self.fp8 and torch.is_grad_enabled() and current_graph_task_id() != -1:
             warnings.warn(
@@ -303,11 +303,11 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
             check_primary_weight(op, own, index, weight, self.parameters_recipe)
         own.prepare(*(self.meta.get(key) for key in DIRECTIONS))
         self._hold(module, own)
-        self._tell_of_switch(op, type(self.meta["recipe"]), type(state.chosen_recipe()))
+        self._warn_of_switch(op, type(self.meta["recipe"]), type(state.chosen_recipe()))
         for index, _, weight in primary:
             adopt_primary_weight(own, index, weight)
 
-    def _tell_of_switch(self, op: str, before: type, now: type) -> None:
+    def _warn_of_switch(self, op: str, before: type, now: type) -> None:
         if before is not now and self.meta["fp8_checkpoint"] and not recompute_phase().recomputing:
             warnings.warn(
                 f"{op}: the recipe is a {now.__name__}, and was a {before.__name__} when the module "

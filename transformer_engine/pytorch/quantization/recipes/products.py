@@ -68,7 +68,7 @@ def _spec(op: str, kind: int, params: QParams, e5m2: bool) -> list[int]:
     if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
         _no(
             op,
-            "QParams asks for a Hadamard transform, stochastic rounding or FP4, not available in this version",
+            "QParams requests a Hadamard transform, stochastic rounding or FP4, not available in this version",
             "leave them at False",
         )
     return [kind, int(e5m2), int(params.power_2_scale), params.amax_epsilon_bits]
@@ -132,7 +132,7 @@ def by_engine(recipe: Recipe) -> bool:
     return recipe.delayed() or all(scaling in _BY_ENGINE for scaling in recipe._scalings())
 
 
-def _asked_of_formats(recipe: Recipe, role: QuantizerRole) -> object:
+def _quantizer_of_format(recipe: Recipe, role: QuantizerRole) -> object:
     """A factory's answer for a recipe that names its formats: the quantizer that the format registered."""
     forward = not role.tensor_type.startswith("grad_")
     scaling = recipe._scalings()[_SCALED_AS[role.tensor_type]]
@@ -224,7 +224,7 @@ def _new_plan(recipe: Recipe) -> Plan:
         e5m2 = int(recipe.fp8_format is Format.HYBRID)
         return Plan(recipe, rule=recipe, specs=((DELAYED, 0, 0, 0), (DELAYED, 0, 0, 0), (DELAYED, e5m2, 0, 0)))
     if not by_engine(recipe):
-        return Plan(recipe, factory=partial(_asked_of_formats, recipe))
+        return Plan(recipe, factory=partial(_quantizer_of_format, recipe))
     flat = stateless_integers(recipe)
     specs, splits = (flat[0:4], flat[4:8], flat[8:12]), tuple(bool(flag) for flag in flat[12:15])
     quantization = _C.ProductQuantization(*(native(spec) for spec in specs), *splits, flat[15])

@@ -25,7 +25,7 @@ def make_quantizer(spec: Spec, device: torch.device, column: Column | None = Non
     return SCALINGS[wanted.scaling]._made_for(wanted)
 
 
-def ask_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedScalingRequest | None:
+def call_factory(factory: Callable, role: QuantizerRole) -> Quantizer | DelayedScalingRequest | None:
     """A CustomRecipe's answer. Errors: ValueError for a wrong one."""
     answer = factory(role)
     if answer is None or isinstance(answer, (Quantizer, DelayedScalingRequest)):
@@ -40,7 +40,7 @@ def only_rule(rules: Sequence[DelayedScaling]) -> DelayedScaling | None:
     """The one rule that all requests of a module have; None without a request."""
     if any(rule != rules[0] for rule in rules):
         raise NotImplementedError(
-            f"CustomRecipe: argument 'qfactory' asks for delayed scaling in different ways within one module "
+            f"CustomRecipe: argument 'qfactory' requests delayed scaling in different ways within one module "
             f"({rules[0]} and others), which is not available in this version; let its requests be equal."
         )
     return rules[0] if rules else None

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.quantization.delayed import Column, ScalingState
 from transformer_engine.pytorch.quantization.recipes.formats import get_fp8_te_dtype, must_be_a_recipe
 from transformer_engine.pytorch.quantization.recipes.products import by_engine, plan_of
 from transformer_engine.pytorch.quantization.recipes.quantizers import (
-    ask_factory,
+    call_factory,
     delayed_spec,
     make_quantizer,
     only_rule,
@@ -126,16 +126,16 @@ class Float8BlockScalingRecipeState(_Stateless):
 
 
 class CustomRecipeState(RecipeState):
-    """The recipe's factory is asked for each tensor of a linear layer without a name; None means high precision. If it
-    asks for delayed scaling, `scaling` keeps the scales and histories of all tensors."""
+    """The recipe's factory is called for each tensor of a linear layer without a name; None means high precision. If it
+    requests delayed scaling, `scaling` keeps the scales and histories of all tensors."""
 
     _kind = "custom"
     scaling: ScalingState | None = None
 
     def make_quantizers(self) -> list[Quantizer | None]:
         roles = _ROLES[self.mode]
-        asked = [QuantizerRole("linear", roles[i % len(roles)]) for i in range(self.num_quantizers)]
-        answers = [ask_factory(self.plan.factory, role) for role in asked]
+        requested = [QuantizerRole("linear", roles[i % len(roles)]) for i in range(self.num_quantizers)]
+        answers = [call_factory(self.plan.factory, role) for role in requested]
         rule = only_rule([answer.recipe() for answer in answers if isinstance(answer, DelayedScalingRequest)])
         if rule is not None and self.scaling is None:
             self.scaling = ScalingState(rule, self.num_quantizers, self.device, forward=self.mode == "forward")

@@ -106,8 +106,8 @@ class AutocastState:
         return self.plan
 
     def snapshot(self) -> AutocastSnapshot:
-        said = self.enabled, self.calibrating, self.recipe, self.group
-        return AutocastSnapshot(*said, self.capturing, self.skip_weight_update)
+        settings = self.enabled, self.calibrating, self.recipe, self.group
+        return AutocastSnapshot(*settings, self.capturing, self.skip_weight_update)
 
     @contextmanager
     def restored(self, by: AutocastSnapshot) -> Iterator[None]:

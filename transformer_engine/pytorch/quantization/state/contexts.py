@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch._internal.keywords import hides_unknown, tells_keywords, unknown_keyword
+from transformer_engine.pytorch._internal.keywords import check_keywords, hides_unknown, unknown_keyword
 from transformer_engine.pytorch.quantization.delayed import Region
 from transformer_engine.pytorch.quantization.recipes.formats import must_be_a_recipe
 from transformer_engine.pytorch.quantization.state.autocast_state import current_state
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.quantization.state.autocast_state import current
 
 def _deprecated(old: str, new: str) -> None:
     if not torch.compiler.is_compiling():  # Dynamo cannot follow a warning
-        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)  # past tells_keywords
+        warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)  # past check_keywords
 
 
 def _must_be_flags(op: str, **flags: object) -> None:
@@ -84,13 +84,13 @@ class autocast:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object | None) -> None:
-        state, said, rest, resets = self._before
+        state, settings, rest, resets = self._before
         region, graph = state.region, state.capturing
         self._before = None
         if state.resets != resets:
             return
         state.depth -= 1
-        state.set(*said)
+        state.set(*settings)
         state.token, state.plan, state.region, state.capturing = rest
         if state.depth == 0 and region is not None and error is None:
             if region.waits():
@@ -99,7 +99,7 @@ class autocast:
                 region.update_forward()
 
 
-@tells_keywords()
+@check_keywords()
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -112,7 +112,7 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-@tells_keywords()
+@check_keywords()
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
@@ -142,7 +142,7 @@ def quantized_model_init(
             state.parameters, state.parameters_recipe, state.preserve_high_precision = before
 
 
-@tells_keywords()
+@check_keywords()
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> object:

@@ -127,8 +127,8 @@ class FP8GlobalStateManager:
     def set_fp8_autocast_state(cls, fp8_state: tuple) -> None:
         """Sets the state that get_fp8_autocast_state returned."""
         state = current_state()
-        *said, state.capturing = fp8_state
-        state.set(*said)
+        *settings, state.capturing = fp8_state
+        state.set(*settings)
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:

@@ -190,7 +190,8 @@ PlanPointer plan_chosen(const char* op, const te_gemm_problem& p, const te_gemm_
 
 // Plans are never freed, replaced ones included: another thread may be running one.
 struct Entry {
-  const MatmulPlan* unasked = nullptr;  // the heuristic's, or for a run the whole product's; null before its first use
+  const MatmulPlan* default_plan =
+      nullptr;  // the heuristic's, or for a run the whole product's; null before its first use
   const MatmulPlan* chosen = nullptr;
 };
 
@@ -261,7 +262,7 @@ const MatmulPlan& plan_of_run(const te_gemm_problem& p, const GemmShape& s) {
   const te_gemm_problem full = full_product_of(p);
   const MatmulPlan& model = plan_alone(full, gemm_shape(full), SIZE_MAX);
   const std::lock_guard<std::mutex> lock(mutex());
-  const MatmulPlan*& plan = entries()[{key_of(p, s), p.whole_rows}].unasked;
+  const MatmulPlan*& plan = entries()[{key_of(p, s), p.whole_rows}].default_plan;
   if (plan == nullptr || std::memcmp(&plan->algo, &model.algo, sizeof model.algo) != 0) {
     te_gemm_choice choice{};
     std::memcpy(choice.algorithm, &model.algo, sizeof model.algo);
@@ -303,11 +304,11 @@ const MatmulPlan& plan_alone(const te_gemm_problem& p, const GemmShape& s, size_
     return *entry.chosen;
   }
   te_note_path("cuBLASLt, its heuristic's first algorithm", "te.tune(module, *sample) may find a faster one");
-  if (entry.unasked == nullptr) {
+  if (entry.default_plan == nullptr) {
     const cublasLtMatmulHeuristicResult_t first = ranked(p, 1).front();
-    entry.unasked = plan_with(p, first.algo, first.workspaceSize).release();
+    entry.default_plan = plan_with(p, first.algo, first.workspaceSize).release();
   }
-  return *entry.unasked;
+  return *entry.default_plan;
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ te_gemm_problem with_count(te_gemm_problem p, bool along_k, int64_t count) {
   return p;
 }
 
-uint8_t ask(const te_gemm_problem& problem, bool along_k, int64_t count) {
+uint8_t splits_one(const te_gemm_problem& problem, bool along_k, int64_t count) {
   const te_gemm_problem p = with_count(problem, along_k, count);
   try {
     const GemmShape s = check_problem(p);
@@ -82,11 +82,11 @@ void splits_of(const te_gemm_problem& problem, bool along_k, const int64_t* coun
     const int64_t count = counts[i];
     if (count == 0) continue;
     if (count > kMostKept) {
-      splits[i] = ask(problem, along_k, count) == kSplit;
+      splits[i] = splits_one(problem, along_k, count) == kSplit;
       continue;
     }
     if (size_t(count) >= table.size()) table.resize(size_t(count) + 1, kUnknown);
-    if (table[size_t(count)] == kUnknown) table[size_t(count)] = ask(problem, along_k, count);
+    if (table[size_t(count)] == kUnknown) table[size_t(count)] = splits_one(problem, along_k, count);
     splits[i] = table[size_t(count)] == kSplit;
   }
 }

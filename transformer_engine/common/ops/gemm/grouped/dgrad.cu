@@ -4,9 +4,9 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_dgrad(te_dtype operands, const RowParams& params, const Launch& launch) {
-  if (operands == TE_BFLOAT16) return start<RowKernelTraits<bf16, sm90::Major::kMN>>(params, launch);
-  start<RowKernelTraits<fp16, sm90::Major::kMN>>(params, launch);
+void Gpu::dgrad(const RowParams& params, int32_t ctas) const {
+  if (operands == TE_BFLOAT16) return start<RowKernelTraits<bf16, sm90::Major::kMN>>(params, ctas, *this);
+  start<RowKernelTraits<fp16, sm90::Major::kMN>>(params, ctas, *this);
 }
 
 }  // namespace te::gemm::grouped::cuda

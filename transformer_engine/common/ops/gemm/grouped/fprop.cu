@@ -4,9 +4,9 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_fprop(te_dtype operands, const RowParams& params, const Launch& launch) {
-  if (operands == TE_BFLOAT16) return start<RowKernelTraits<bf16, sm90::Major::kK>>(params, launch);
-  start<RowKernelTraits<fp16, sm90::Major::kK>>(params, launch);
+void Gpu::fprop(const RowParams& params, int32_t ctas) const {
+  if (operands == TE_BFLOAT16) return start<RowKernelTraits<bf16, sm90::Major::kK>>(params, ctas, *this);
+  start<RowKernelTraits<fp16, sm90::Major::kK>>(params, ctas, *this);
 }
 
 }  // namespace te::gemm::grouped::cuda

@@ -6,6 +6,7 @@
 #include "core/fp8.h"
 #include "core/vec.cuh"
 #include "ops/gemm/grouped/check.h"
+#include "ops/gemm/grouped/gpu.h"
 #include "ops/gemm/grouped/launches.h"
 #include "ops/gemm/grouped/launches_fp8.h"
 #include "ops/gemm/grouped/problem.h"
@@ -146,38 +147,19 @@ CUtensorMap map_of(const te_tensor& t, uint32_t box_rows) {
   return maps.of(t, box_rows);
 }
 
-struct Gpu {
-  int32_t device;
-  te_stream stream;
-  te_dtype operands;
-  te_scaling scaling;
-
-  int32_t sms() const { return sms_of(device_properties(device).sm_count); }
-  bool wide(const te_tensor& t) const { return aligned16(t); }
-  CUtensorMap map(const te_tensor& t, int box_rows) const { return map_of(t, uint32_t(box_rows)); }
-  void fprop(const RowParams& params, int32_t ctas) const { launch_fprop(operands, params, launch(ctas)); }
-  void dgrad(const RowParams& params, int32_t ctas) const { launch_dgrad(operands, params, launch(ctas)); }
-  void wgrad(const WgradParams& params, bool float_results, int32_t ctas) const {
-    launch_wgrad(operands, float_results, params, launch(ctas));
-  }
-  void rows_fp8(const Fp8RowParams& params, int32_t ctas) const {
-    launch_rows_fp8(operands, scaling, params, launch(ctas));
-  }
-  void wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const {
-    launch_wgrad_fp8(operands, scaling, params, launch(ctas));
-  }
-
- private:
-  Launch launch(int32_t ctas) const { return {ctas, device, stream}; }
-};
-
 }  // namespace
+
+int32_t Gpu::sms() const { return sms_of(device_properties(device).sm_count); }
+bool Gpu::wide(const te_tensor& t) const { return aligned16(t); }
+CUtensorMap Gpu::map(const te_tensor& t, int box_rows) const { return map_of(t, uint32_t(box_rows)); }
 
 void run(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_stream stream) {
   check_all(p, shape);
   te_note_path("wgmma kernel, splits read on the device", "");
   const Gpu gpu{p.rows.device, stream, p.rows.dtype, p.scaling};
-  is_fp8(p.rows.dtype) ? launch_fp8(p, shape, gpu) : launch_all(p, shape, gpu);
+  const bool fp8 = is_fp8(p.rows.dtype);
+  if (p.product == TE_GROUPED_WGRAD) return fp8 ? launch_wgrads_fp8(p, shape, gpu) : launch_wgrads(p, shape, gpu);
+  fp8 ? launch_rows_fp8(p, shape, gpu) : launch_rows(p, shape, gpu);
 }
 
 }  // namespace te::gemm::grouped::cuda

@@ -67,7 +67,7 @@ void launch_rows(const te_grouped_gemm_problem& p, const ProblemShape& shape, co
 
 // Results of one dtype; those of other dtypes are skipped.
 template <class Gpu>
-void launch_wgrads(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_dtype dtype, const Gpu& gpu) {
+void launch_wgrads_of(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_dtype dtype, const Gpu& gpu) {
   WgradParams params{};
   if (shape.rows > 0) {
     params.left = left_map<WgradTileConfig>(gpu, p.rows);
@@ -92,10 +92,9 @@ void launch_wgrads(const te_grouped_gemm_problem& p, const ProblemShape& shape, 
 }
 
 template <class Gpu>
-void launch_all(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
-  if (p.product != TE_GROUPED_WGRAD) return launch_rows(p, shape, gpu);
+void launch_wgrads(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   if (shape.n == 0 || shape.k == 0) return;
-  for (const te_dtype dtype : {TE_FLOAT32, p.rows.dtype}) launch_wgrads(p, shape, dtype, gpu);
+  for (const te_dtype dtype : {TE_FLOAT32, p.rows.dtype}) launch_wgrads_of(p, shape, dtype, gpu);
 }
 
 }  // namespace te::gemm::grouped

@@ -16,7 +16,7 @@ inline const float* scales_from(const te_grouped_gemm_problem& p, const te_tenso
 }
 
 template <class Gpu>
-void launch_row_products_fp8(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
+void launch_rows_fp8(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   const int64_t n = p.result.cols, k = p.rows.cols;
   if (shape.rows == 0 || n == 0) return;
   const auto params = std::make_unique<Fp8RowParams>();
@@ -70,11 +70,6 @@ void launch_wgrads_fp8(const te_grouped_gemm_problem& p, const ProblemShape& sha
     const int64_t pairs = fp8_wgrad_pairs({0, 1}, shape.n, shape.k, true, false);  // of each group with rows
     gpu.wgrad_fp8(params, ctas_of(gpu, wanted * pairs));
   });
-}
-
-template <class Gpu>
-void launch_fp8(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
-  p.product == TE_GROUPED_WGRAD ? launch_wgrads_fp8(p, shape, gpu) : launch_row_products_fp8(p, shape, gpu);
 }
 
 }  // namespace te::gemm::grouped

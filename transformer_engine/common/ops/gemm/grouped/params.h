@@ -1,5 +1,5 @@
 // Parameters of the grouped kernels, passed by value: tensor maps and addresses of each group, so that a call needs no
-// device memory; and the functions that launch them. Shared by the .cu file of each kernel and by grouped_gemm.cu.
+// device memory. Shared by the .cu file of each kernel and by grouped_gemm.cu.
 #pragma once
 
 #if !defined(TE_EMULATED_GPU)  // the emulation of tests/cpp defines its own CUtensorMap
@@ -44,18 +44,5 @@ struct WgradParams {
   int32_t n, k;
 };
 static_assert(sizeof(RowParams) <= 32764 && sizeof(WgradParams) <= 32764, "kernel parameters hold 32,764 bytes");
-
-namespace cuda {
-
-struct Launch {
-  int32_t ctas;
-  int32_t device;
-  te_stream stream;
-};
-void launch_fprop(te_dtype operands, const RowParams& params, const Launch& launch);
-void launch_dgrad(te_dtype operands, const RowParams& params, const Launch& launch);
-void launch_wgrad(te_dtype operands, bool float_results, const WgradParams& params, const Launch& launch);
-
-}  // namespace cuda
 
 }  // namespace te::gemm::grouped

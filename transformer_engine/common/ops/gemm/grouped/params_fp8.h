@@ -73,9 +73,4 @@ TE_HOST_DEVICE WorkTile fp8_wgrad_tile(PairCoord at, int rank, RowRange panels, 
   return tile;
 }
 
-namespace cuda {
-void launch_rows_fp8(te_dtype rows, te_scaling scaling, const Fp8RowParams& params, const Launch& launch);
-void launch_wgrad_fp8(te_dtype rows, te_scaling scaling, const Fp8WgradParams& params, const Launch& launch);
-}  // namespace cuda
-
 }  // namespace te::gemm::grouped

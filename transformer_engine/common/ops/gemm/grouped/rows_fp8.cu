@@ -4,13 +4,13 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_rows_fp8(te_dtype rows, te_scaling scaling, const Fp8RowParams& params, const Launch& launch) {
+void Gpu::rows_fp8(const Fp8RowParams& params, int32_t ctas) const {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (rows == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, BlockScales>>(params, launch);
-    return start<Fp8RowKernelTraits<e5m2, BlockScales>>(params, launch);
+    if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, BlockScales>>(params, ctas, *this);
+    return start<Fp8RowKernelTraits<e5m2, BlockScales>>(params, ctas, *this);
   }
-  if (rows == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, GroupScale>>(params, launch);
-  start<Fp8RowKernelTraits<e5m2, GroupScale>>(params, launch);
+  if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
+  start<Fp8RowKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
 }
 
 }  // namespace te::gemm::grouped::cuda

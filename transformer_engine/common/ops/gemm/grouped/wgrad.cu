@@ -4,13 +4,13 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_wgrad(te_dtype operands, bool float_results, const WgradParams& params, const Launch& launch) {
+void Gpu::wgrad(const WgradParams& params, bool float_results, int32_t ctas) const {
   if (operands == TE_BFLOAT16) {
-    if (float_results) return start<WgradKernelTraits<bf16, float>>(params, launch);
-    return start<WgradKernelTraits<bf16, bf16>>(params, launch);
+    if (float_results) return start<WgradKernelTraits<bf16, float>>(params, ctas, *this);
+    return start<WgradKernelTraits<bf16, bf16>>(params, ctas, *this);
   }
-  if (float_results) return start<WgradKernelTraits<fp16, float>>(params, launch);
-  start<WgradKernelTraits<fp16, fp16>>(params, launch);
+  if (float_results) return start<WgradKernelTraits<fp16, float>>(params, ctas, *this);
+  start<WgradKernelTraits<fp16, fp16>>(params, ctas, *this);
 }
 
 }  // namespace te::gemm::grouped::cuda

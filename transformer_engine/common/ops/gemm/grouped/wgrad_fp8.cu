@@ -4,13 +4,14 @@
 
 namespace te::gemm::grouped::cuda {
 
-void launch_wgrad_fp8(te_dtype rows, te_scaling scaling, const Fp8WgradParams& params, const Launch& launch) {
+void Gpu::wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (rows == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, PanelScales<Fp8WgradParams>>>(params, launch);
-    return start<Fp8WgradKernelTraits<e5m2, PanelScales<Fp8WgradParams>>>(params, launch);
+    if (operands == TE_FLOAT8_E4M3)
+      return start<Fp8WgradKernelTraits<e4m3, PanelScales<Fp8WgradParams>>>(params, ctas, *this);
+    return start<Fp8WgradKernelTraits<e5m2, PanelScales<Fp8WgradParams>>>(params, ctas, *this);
   }
-  if (rows == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, GroupScale>>(params, launch);
-  start<Fp8WgradKernelTraits<e5m2, GroupScale>>(params, launch);
+  if (operands == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
+  start<Fp8WgradKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
 }
 
 }  // namespace te::gemm::grouped::cuda
