@@ -30,6 +30,35 @@ def _check_rate(op: str, argument: str, rate: float) -> None:
         raise ValueError(f"{op}: argument '{argument}' is {rate}, wanted 0 <= p <= 1.")
 
 
+def _check_fused(op: str, fuse_wgrad_accumulation: bool, fuse_qkv_params: bool) -> None:
+    if fuse_wgrad_accumulation and not fuse_qkv_params:
+        raise ValueError(
+            f"{op}: argument 'fuse_wgrad_accumulation' is True and 'fuse_qkv_params' False: gradients accumulate into "
+            "one main_grad for the projections; wanted fuse_qkv_params=True."
+        )
+
+
+def _check_parallel_mlp(op: str, layer_type: str, post_layernorm: bool, output_layernorm: bool) -> None:
+    for name, excluded in (
+        ("layer_type", layer_type == "decoder" and layer_type),
+        ("apply_residual_connection_post_layernorm", post_layernorm),
+        ("output_layernorm", output_layernorm),
+    ):
+        if excluded:
+            raise ValueError(
+                f"{op}: argument 'parallel_attention_mlp' is True and '{name}' is {excluded!r}, which exclude each "
+                "other; leave one of them at its default."
+            )
+
+
+def _check_divided(op: str, ranks: int, set_parallel_mode: bool) -> None:
+    if ranks > 1 and not set_parallel_mode:
+        raise ValueError(
+            f"{op}: argument 'set_parallel_mode' is False, but the layer is divided over {ranks} ranks (tp_size or "
+            "tp_group), whose parts must be added up before the residual is; wanted True."
+        )
+
+
 class TransformerLayer(Composite):
     """h = x + drop(attention(norm(x))); y = h + drop(mlp(norm(h))).
 
@@ -124,39 +153,14 @@ class TransformerLayer(Composite):
         _check_rate(op, "drop_path_rate", drop_path_rate)
         if attn_input_format == "thd":
             refuse(op, "the drop of whole sequences in thd", drop_path_rate=drop_path_rate)
-        if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError(
-                f"{op}: argument 'fuse_wgrad_accumulation' is True and 'fuse_qkv_params' False: gradients accumulate "
-                "into one main_grad for the projections; wanted fuse_qkv_params=True."
-            )
+        _check_fused(op, fuse_wgrad_accumulation, fuse_qkv_params)
         if parallel_attention_mlp:
-            for name_of, excluded in (
-                ("layer_type", layer_type == "decoder" and layer_type),
-                ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
-                ("output_layernorm", output_layernorm),
-            ):
-                if excluded:
-                    raise ValueError(
-                        f"{op}: argument 'parallel_attention_mlp' is True and '{name_of}' is {excluded!r}, which "
-                        "exclude each other; leave one of them at its default."
-                    )
+            _check_parallel_mlp(op, layer_type, apply_residual_connection_post_layernorm, output_layernorm)
         check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather)
         self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
-        if self.tp_size > 1 and not set_parallel_mode:
-            raise ValueError(
-                f"{op}: argument 'set_parallel_mode' is False, but the layer is divided over {self.tp_size} ranks "
-                "(tp_size or tp_group), whose parts must be added up before the residual is; wanted True."
-            )
+        _check_divided(op, self.tp_size, set_parallel_mode)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        self._tokens = TokenSizes(
-            op,
-            attn_input_format,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            ranks=self.tp_size,
-            divides=self.tp_size if self.sequence_parallel else 1,
-        )
         self.name, self.hidden_size = name, hidden_size
         self.layer_number = layer_number
         self.layer_type = layer_type
@@ -170,6 +174,7 @@ class TransformerLayer(Composite):
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         self.get_rng_state_tracker = get_rng_state_tracker
+        self._tokens = self._token_sizes(seq_length, micro_batch_size)
         shared = {
             "tp_group": tp_group,
             "tp_size": tp_size,
@@ -189,17 +194,14 @@ class TransformerLayer(Composite):
             "tp_overlap": tp_overlap,
         }
         attention = {
-            "hidden_size": hidden_size,
             "num_attention_heads": num_attention_heads,
             "kv_channels": kv_channels,
             "attention_dropout": attention_dropout,
             "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
             "num_gqa_groups": num_gqa_groups,
             "fuse_qkv_params": fuse_qkv_params,
             "qkv_weight_interleaved": qkv_weight_interleaved,
             "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
             "qk_norm_type": qk_norm_type,
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
@@ -208,46 +210,95 @@ class TransformerLayer(Composite):
             "micro_batch_size": micro_batch_size,
             **shared,
         }
-        self.self_attention = MultiheadAttention(
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,
-            name=name and f"{name}.self_attention",
-            **attention,
+        self._add_attention(bottom_right_diagonal, enc_dec_bottom_right_diagonal, attention)
+        self._add_mlp(ffn_hidden_size, layernorm_epsilon, activation, activation_params, shared)
+        if output_layernorm:
+            self._add_output_norm(layernorm_epsilon, **shared)
+
+    def _token_sizes(self, seq_length: int | None, micro_batch_size: int | None) -> TokenSizes:
+        return TokenSizes(
+            "TransformerLayer",
+            self.attn_input_format,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            ranks=self.tp_size,
+            divides=self.tp_size if self.sequence_parallel else 1,
         )
-        if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                input_layernorm=True,
-                return_layernorm_output=apply_residual_connection_post_layernorm,
-                attention_type="cross",
-                name=name and f"{name}.inter_attention",
-                **attention,
+
+    def _add_attention(
+        self, bottom_right_diagonal: bool | None, enc_dec_bottom_right_diagonal: bool | None, options: dict[str, object]
+    ) -> None:
+        """The self-attention, and a decoder's cross-attention. options: of both."""
+
+        def add(submodule: str, attention_type: str, input_layernorm: bool, **mask: object) -> None:
+            attention = MultiheadAttention(
+                self.hidden_size,
+                attention_type=attention_type,
+                input_layernorm=input_layernorm,
+                return_layernorm_output=self.apply_residual_connection_post_layernorm and input_layernorm,
+                layer_number=self.layer_number,
+                qkv_format=self.attn_input_format,
+                name=self.name and f"{self.name}.{submodule}",
+                **mask,
+                **options,
             )
+            self.add_module(submodule, attention)
+
+        add(
+            "self_attention",
+            "self",
+            not self.output_layernorm,
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=self.window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+        )
+        if self.layer_type == "decoder":
+            add(
+                "inter_attention",
+                "cross",
+                True,
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                window_size=self.enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+            )
+
+    def _add_mlp(
+        self,
+        ffn_hidden_size: int,
+        eps: float,
+        activation: str,
+        activation_params: Mapping[str, float] | None,
+        options: dict[str, object],
+    ) -> None:
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
+            self.hidden_size,
             ffn_hidden_size,
-            layernorm_epsilon,
+            eps,
             activation=activation,
             activation_params=activation_params,
-            return_layernorm_output=apply_residual_connection_post_layernorm,
-            name=name and f"{name}.layernorm_mlp",
-            **shared,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            name=self.name and f"{self.name}.layernorm_mlp",
+            **options,
         )
-        if output_layernorm:
-            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            self.layernorm = kind(
-                hidden_size,
-                layernorm_epsilon,
-                sequence_parallel=self.sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-            )
+
+    def _add_output_norm(
+        self,
+        eps: float,
+        *,
+        normalization: str,
+        params_dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        device: torch.device | str | int | None,
+        **_: object,
+    ) -> None:
+        self.layernorm = (RMSNorm if normalization == "RMSNorm" else LayerNorm)(
+            self.hidden_size,
+            eps,
+            sequence_parallel=self.sequence_parallel,
+            params_dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            device=device,
+        )
 
     def forward(
         self,

@@ -39,6 +39,21 @@ def _positions(cu_seqlens: Pair, padded: Pair, tokens: tuple[int, int]) -> tuple
     return queries, keys
 
 
+def _head_size(op: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:
+    """The features of a head: kv_channels, or the hidden size divided by the number of heads."""
+    check_size(op, "hidden_size", hidden_size, 1)
+    check_size(op, "num_attention_heads", heads, 1)
+    if kv_channels is not None:
+        check_size(op, "kv_channels", kv_channels, 1)
+        return kv_channels
+    if hidden_size % heads:
+        raise ValueError(
+            f"{op}: argument 'num_attention_heads' is {heads}, which does not divide hidden_size {hidden_size}; pass "
+            "kv_channels."
+        )
+    return hidden_size // heads
+
+
 class MultiheadAttention(Composite):
     """proj(attention(q_norm(rope(q)), k_norm(rope(k)), v)) with [q | k | v] = linear(norm(x)) or linear(x).
 
@@ -116,15 +131,7 @@ class MultiheadAttention(Composite):
         op = "MultiheadAttention"
         check_choice(op, "attention_type", attention_type, ("self", "cross"))
         check_format(op, qkv_format)
-        check_size(op, "hidden_size", hidden_size, 1)
-        check_size(op, "num_attention_heads", num_attention_heads, 1)
-        if kv_channels is not None:
-            check_size(op, "kv_channels", kv_channels, 1)
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(
-                f"{op}: argument 'num_attention_heads' is {num_attention_heads}, which does not divide hidden_size "
-                f"{hidden_size}; pass kv_channels."
-            )
+        head = self.hidden_size_per_attention_head = _head_size(op, hidden_size, num_attention_heads, kv_channels)
         check_options(op, tp_overlap=tp_overlap, tp_recompute_allgather=tp_recompute_allgather)
         ranks = self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
@@ -137,37 +144,15 @@ class MultiheadAttention(Composite):
         self.window_size = window_size
         self.num_attention_heads = divided(op, "num_attention_heads", num_attention_heads, ranks)
         self.num_gqa_groups = divided(op, "num_gqa_groups", groups, ranks)
-        self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
         self.attention_type = attention_type
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
-        self._tokens = TokenSizes(
-            op,
-            qkv_format,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            ranks=ranks,
-            divides=ranks if self.sequence_parallel and set_parallel_mode else 1,
-        )
-        head = self.hidden_size_per_attention_head
+        self._tokens = self._token_sizes(seq_length, micro_batch_size)
         # Split parameters are joined in the order all queries, all keys, all values.
         self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        for submodule in ("q_norm", "k_norm"):
-            norm_module = make_qk_norm(
-                op,
-                qk_norm_type,
-                head,
-                eps=qk_norm_eps,
-                params_dtype=params_dtype,
-                device=device,
-                sequence_parallel=self.sequence_parallel,
-                tp_group=tp_group,
-                adds_up=ranks if set_parallel_mode and not self.sequence_parallel else 1,
-            )
-            self.add_module(submodule, norm_module)
         shared = {
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -182,6 +167,13 @@ class MultiheadAttention(Composite):
             "ub_overlap_ag": ub_overlap_ag,
             "ub_overlap_rs": ub_overlap_rs,
         }
+        column = {
+            "init_method": init_method,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "tp_recompute_allgather": tp_recompute_allgather,
+            **shared,
+        }
         norm = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
@@ -189,61 +181,98 @@ class MultiheadAttention(Composite):
             "return_layernorm_output": return_layernorm_output,
             "recompute_norm_output": recompute_norm_output,
         }
-
-        def projection(submodule: str, parts: dict[str, int], with_norm: bool) -> None:
-            kind, options = (LayerNormLinear, norm) if with_norm else (Linear, {})
-            product = kind(
-                hidden_size,
-                sum(parts.values()),
-                init_method=init_method,
-                parallel_mode="column" if set_parallel_mode else None,
-                parameters_split=None if fuse_qkv_params else parts,
-                ub_bulk_dgrad=ub_bulk_dgrad,
-                ub_bulk_wgrad=ub_bulk_wgrad,
-                tp_recompute_allgather=tp_recompute_allgather,
-                name=name and f"{name}.{submodule}",
-                **options,
-                **shared,
-            )
-            self.add_module(submodule, product)
-
-        # Column and row layers divide their sizes; a layer that is neither gets this rank's part.
-        heads, groups = (
-            (num_attention_heads, groups) if set_parallel_mode else (self.num_attention_heads, self.num_gqa_groups)
-        )
-        queries = {"query": heads * head}
-        pairs = {"key": groups * head, "value": groups * head}
-        if attention_type == "self":
-            projection("layernorm_qkv" if input_layernorm else "qkv", queries | pairs, input_layernorm)
-        else:
-            projection("layernorm_query" if input_layernorm else "query_layer", queries, input_layernorm)
-            projection("key_value", pairs, False)
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            head,
-            num_gqa_groups=num_gqa_groups,
+        self._add_qk_norms(qk_norm_type, qk_norm_eps, **shared)
+        self._add_projections(fuse_qkv_params, column, norm)
+        self._add_core_attention(
             tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
             attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             get_rng_state_tracker=get_rng_state_tracker,
             layer_number=layer_number,
-            attention_type=attention_type,
             softmax_type=softmax_type,
             device=device,
         )
         self.proj = Linear(
-            heads * head,
+            head * (num_attention_heads if set_parallel_mode else self.num_attention_heads),
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=return_bias,
             parallel_mode="row" if set_parallel_mode else None,
             name=name and f"{name}.proj",
             **shared,
+        )
+
+    def _token_sizes(self, seq_length: int | None, micro_batch_size: int | None) -> TokenSizes:
+        return TokenSizes(
+            "MultiheadAttention",
+            self.qkv_format,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            ranks=self.tp_size,
+            divides=self.tp_size if self.sequence_parallel and self.set_parallel_mode else 1,
+        )
+
+    def _add_qk_norms(
+        self,
+        kind: str | None,
+        eps: float,
+        *,
+        tp_group: object | None,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | int | None,
+        **_: object,
+    ) -> None:
+        for submodule in ("q_norm", "k_norm"):
+            norm_module = make_qk_norm(
+                "MultiheadAttention",
+                kind,
+                self.hidden_size_per_attention_head,
+                eps=eps,
+                params_dtype=params_dtype,
+                device=device,
+                sequence_parallel=self.sequence_parallel,
+                tp_group=tp_group,
+                adds_up=self.tp_size if self.set_parallel_mode and not self.sequence_parallel else 1,
+            )
+            self.add_module(submodule, norm_module)
+
+    def _add_projections(self, fused: bool, options: dict[str, object], norm: dict[str, object]) -> None:
+        """The projections of queries, keys and values. options: of each of them; norm: of the one with a norm."""
+
+        def add(submodule: str, parts: dict[str, int], with_norm: bool) -> None:
+            product = (LayerNormLinear if with_norm else Linear)(
+                self.hidden_size,
+                sum(parts.values()),
+                parallel_mode="column" if self.set_parallel_mode else None,
+                parameters_split=None if fused else parts,
+                name=self.name and f"{self.name}.{submodule}",
+                **(norm if with_norm else {}),
+                **options,
+            )
+            self.add_module(submodule, product)
+
+        # Column layers get the features of all ranks and divide them; other layers get this rank's part.
+        head = self.hidden_size_per_attention_head * (self.tp_size if self.set_parallel_mode else 1)
+        queries = {"query": self.num_attention_heads * head}
+        pairs = {"key": self.num_gqa_groups * head, "value": self.num_gqa_groups * head}
+        if self.attention_type == "self":
+            add("layernorm_qkv" if self.input_layernorm else "qkv", queries | pairs, self.input_layernorm)
+        else:
+            add("layernorm_query" if self.input_layernorm else "query_layer", queries, self.input_layernorm)
+            add("key_value", pairs, False)
+
+    def _add_core_attention(self, **options: object) -> None:
+        self.core_attention = DotProductAttention(
+            self.num_attention_heads * self.tp_size,
+            self.hidden_size_per_attention_head,
+            num_gqa_groups=self.num_gqa_groups * self.tp_size,
+            tp_size=self.tp_size,
+            sequence_parallel=self.sequence_parallel,
+            qkv_format=self.qkv_format,
+            attn_mask_type=self.attn_mask_type,
+            window_size=self.window_size,
+            attention_type=self.attention_type,
+            **options,
         )
 
     def forward(
