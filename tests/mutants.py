@@ -2,9 +2,10 @@
 # finds fails, and so does one whose test fails without it.
 #
 # usage: python tests/mutants.py [--build python|extension|engine] [PATTERN]
-# PATTERN is a part of the mutants' names. Those of Python take the time of their test: the installed package is copied,
-# its libraries are linked. Those of C++ build in build/mutants, a copy of the sources that is kept: the first one takes
-# as long as a whole build. The package must be installed (qa/setup.sh).
+# PATTERN is a part of the mutants' names. The package must be installed (qa/setup.sh); each mutant runs over a copy of
+# it, whose libraries are links. A mutant of Python takes the time of its test. One of C++ builds in build/mutants, a
+# copy of the sources that is kept, without CUDA, as no mutant is in a .cu file: the first one of the engine takes a
+# minute, the first one of the extension some minutes, and every later one what depends on its file.
 import argparse
 import importlib.util
 import os
@@ -58,7 +59,7 @@ def mutated(mutant, text):
 def run_test(repo, site, test):
     """Whether the test passes over the package in `site`, and the end of its output."""
     if test.endswith(".cpp"):
-        command = [str(repo / "build/cpp" / Path(test).stem), "--gtest_brief=1"]
+        command = [str(repo / "build/engine/tests/cpp" / Path(test).stem), "--gtest_brief=1"]
     else:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(site)}
@@ -72,24 +73,29 @@ def run_test(repo, site, test):
     return done.returncode == 0, "\n".join(done.stdout.splitlines()[-3:])
 
 
+def copy_installed(site):
+    """The installed package in `site`: libraries are links."""
+    for package in ("transformer_engine", "transformer_engine_torch"):
+        installed = Path(importlib.util.find_spec(package).origin).parent
+        for path in installed.rglob("*"):
+            target = site / package / path.relative_to(installed)
+            if path.is_dir() or "__pycache__" in path.parts:
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".so":
+                target.symlink_to(path.resolve())
+            else:
+                shutil.copyfile(path, target)
+
+
 class PythonTree:
-    """A copy of the sources and of the installed package for each mutant; libraries are links."""
+    """A copy of the sources and of the installed package for each mutant."""
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="te_mutant_"))
         self.repo, self.site = self.folder / "repo", self.folder / "site"
         mirror(self.repo)
-        for package in ("transformer_engine", "transformer_engine_torch"):
-            installed = Path(importlib.util.find_spec(package).origin).parent
-            for path in installed.rglob("*"):
-                target = self.site / package / path.relative_to(installed)
-                if path.is_dir() or "__pycache__" in path.parts:
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if path.suffix == ".so":
-                    target.symlink_to(path.resolve())
-                else:
-                    shutil.copyfile(path, target)
+        copy_installed(self.site)
 
     def places(self, file):
         return [folder / file for folder in (self.repo, self.site) if (folder / file).exists()]
@@ -102,12 +108,16 @@ class PythonTree:
 
 
 class BuiltTree:
-    """build/mutants: the sources, what is built of them, and the package that is installed of them."""
+    """build/mutants: the sources, what is built of them, and the installed package with the libraries built here. kind:
+    'engine' (and its suites), or 'extension' (and the engine)."""
 
-    def __init__(self):
+    def __init__(self, kind):
         self.folder = REPO / "build/mutants"
-        self.repo, self.site = self.folder / "repo", self.folder / "site"
+        self.repo, self.site = self.folder / "repo", self.folder / f"site-{kind}"
+        self.built, self.extension = self.repo / f"build/{kind}", kind == "extension"
         mirror(self.repo)
+        shutil.rmtree(self.site, ignore_errors=True)
+        copy_installed(self.site)
 
     def places(self, file):
         return [self.repo / file]
@@ -118,12 +128,25 @@ class BuiltTree:
             if done.returncode:
                 raise Invalid(f"it does not build: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--upgrade"]
-        call(*pip, "--no-build-isolation", "--target", str(self.site), ".")
-        if test.endswith(".cpp"):
-            engine = self.site / "transformer_engine/lib/libtransformer_engine.so"
-            call("cmake", "-G", "Ninja", "-S", "tests/cpp", "-B", "build/cpp", f"-DTE_ENGINE={engine}")
-            call("cmake", "--build", "build/cpp", "--target", Path(test).stem)
+        if not (self.built / "build.ninja").exists():
+            options = {
+                "CMAKE_BUILD_TYPE": "Release",
+                "TE_WITH_CUDA": "OFF",
+                "TE_UNITY": "ON",
+                "TE_BUILD_PYTORCH": "ON" if self.extension else "OFF",
+                "TE_BUILD_TESTS": "OFF" if self.extension else "ON",
+                "Python_EXECUTABLE": sys.executable,
+            }
+            call(
+                "cmake", "-G", "Ninja", "-B", str(self.built), *(f"-D{name}={value}" for name, value in options.items())
+            )
+        suite = Path(test).stem if test.endswith(".cpp") else None
+        target = suite or ("_C" if self.extension else "transformer_engine")
+        call("cmake", "--build", str(self.built), "--target", target)
+        if suite is None:
+            for library in self.site.rglob("libtransformer_engine.so" if not self.extension else "*.so"):
+                library.unlink()  # a link to the installed one
+            call("cmake", "--install", str(self.built), "--prefix", str(self.site))
 
     def close(self):
         pass
@@ -131,7 +154,7 @@ class BuiltTree:
 
 def run(mutant, baselines):
     """Returns "found", or the reason of a failure."""
-    tree = PythonTree() if mutant["build"] == "python" else BuiltTree()
+    tree = PythonTree() if mutant["build"] == "python" else BuiltTree(mutant["build"])
     try:
         test = mutant["test"]
         if (mutant["build"], test) not in baselines:
