@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Callable
 from numbers import Real
 
 import torch
@@ -25,10 +26,20 @@ def check_integer(op: str, argument: str, value: object) -> None:
         raise ValueError(f"{op}: argument '{argument}' is {value!r:.100}, wanted an integer.") from None
 
 
-def check_number(op: str, argument: str, value: object) -> None:
-    """Raises unless `value` is a finite number (numpy's too)."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{op}: argument '{argument}' is {value!r:.100}, wanted a finite number.")
+def check_number(
+    op: str,
+    argument: str,
+    value: object,
+    wanted: str = "a finite number",
+    fits: Callable[[float], bool] = math.isfinite,
+) -> float:
+    """`value` as a float. Raises unless it is a finite number (numpy's too) for which `fits` holds; a traced one is
+    left to the op."""
+    if torch.compiler.is_compiling():  # Dynamo has no numbers.Real
+        return float(value)
+    if not isinstance(value, Real) or isinstance(value, bool) or not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"{op}: argument '{argument}' is {value!r:.100}, wanted {wanted}.")
+    return float(value)
 
 
 def check_function(op: str, argument: str, value: object) -> None:
@@ -38,7 +49,7 @@ def check_function(op: str, argument: str, value: object) -> None:
 
 
 def check_tensor(op: str, argument: str, value: object) -> None:
-    """Raises unless `value` is a tensor. Callers ask first whether its type is torch.Tensor, which costs less."""
+    """Raises unless `value` is a tensor. Callers first compare its type with torch.Tensor, which costs less."""
     if isinstance(value, torch.Tensor):
         return
     kind = type(value)

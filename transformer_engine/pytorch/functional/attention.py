@@ -5,14 +5,7 @@ import operator
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.arguments import check_size
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
-        raise ValueError(f"attention: argument '{name}' is {value!r}, wanted a number.") from None
+from transformer_engine.pytorch._internal.arguments import check_number, check_size
 
 
 def _window(window: object) -> list[int]:
@@ -83,7 +76,8 @@ def attention(
         if most is not None:
             check_size("attention", name, most)
     pattern = [*_window(window), int(bottom_right), *(-1 if most is None else most for most in bounds.values())]
-    scores = [_number("scale", scale), _number("bias_scale", bias_scale), _number("softcap", softcap)]
+    given = {"scale": scale, "bias_scale": bias_scale, "softcap": softcap}
+    scores = [check_number("attention", name, value) for name, value in given.items()]
     args = (q, k, v, bias, alibi_slopes, sink, rows, layout, kernel, pattern, scores)
     if torch.compiler.is_compiling():
         return torch.ops.te.attention(*args)

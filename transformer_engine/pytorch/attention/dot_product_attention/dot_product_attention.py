@@ -2,7 +2,6 @@
 checks, layouts, dropout's random state, recomputation. masks.py makes the mask, backends.py selects the backend; no
 softmax is computed here."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C, functional
-from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch._internal.arguments import check_number, check_size, check_tensor
 from transformer_engine.pytorch._internal.keywords import OF_ATTENTION, check_keywords
 from transformer_engine.pytorch._internal.torch_autocast import is_autocast, to_autocast
 from transformer_engine.pytorch._internal.torch_private import flash_attention_forward
@@ -50,16 +49,6 @@ from transformer_engine.pytorch.utils import resolve_device
 
 def check_format(op: str, qkv_format: str, argument: str = "qkv_format") -> None:
     check_choice(op, argument, qkv_format, ("sbhd", "bshd", "thd"))
-
-
-def check_finite(op: str, argument: str, value: object, wanted: str, or_zero: bool = False) -> None:
-    """Raises ValueError unless value is None or a finite number above 0."""
-    try:
-        fits = value is None or 0.0 < value < math.inf or (or_zero and value == 0.0)
-    except (TypeError, RuntimeError):  # no number, or a tensor of several
-        fits = False
-    if not fits:
-        raise ValueError(f"{op}: argument '{argument}' is {value!r}, wanted {wanted}.")
 
 
 def groups_of(op: str, heads: int, groups: int | None) -> int:
@@ -143,7 +132,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_format(op, qkv_format)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"{op}: argument 'attention_dropout' is {attention_dropout}, wanted 0 <= p < 1.")
-        check_finite(op, "softmax_scale", softmax_scale, "a finite number above 0")
+        if softmax_scale is not None:
+            check_number(op, "softmax_scale", softmax_scale, "a finite number above 0", lambda scale: scale > 0)
         self.name = name
         self.tp_size = group_size(op, tp_group, tp_size)
         self.tp_group = tp_group
@@ -242,7 +232,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         refuse(op, "a key-value cache", inference_params=inference_params is not None)
         refuse(op, "FP8", fp8_output=fp8_output)
         refuse(op, "a score modification", score_mod=score_mod is not None)
-        check_finite(op, "softcap", softcap, "a finite number above 0, or None for none", or_zero=True)
+        if softcap is not None:
+            check_number(op, "softcap", softcap, "a finite number above 0, or None for none", lambda cap: cap >= 0)
         packed_inputs = {"qkv_layer": qkv_layer, "kv_layer": kv_layer, "interleave_dim": qkv_interleave_dim}
         tensors = separate(op, layout, query_layer, key_layer, value_layer, **packed_inputs)
         self._check_qkv(*tensors, layout)
