@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Writes every generated document again: the compatibility table, the API pages (which read it), the tables of
-# docs/develop/architecture.md, docs/reference/results.md and the README's charts. Needs the installed package of
-# qa/setup.sh.
+# docs/develop/architecture.md, docs/reference/results.md and the README's charts. Then runs the tests that are given, if
+# any. Needs the installed package of qa/setup.sh.
+# usage: bash qa/regenerate.sh [TEST...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . .venv/te-env.sh
@@ -13,3 +14,4 @@ results=$(env -u PYTHONSAFEPATH python benchmarks/report.py --markdown)
 printf '%s\n' "$results" > docs/reference/results.md
 env -u PYTHONSAFEPATH python benchmarks/charts.py  # these two import their neighbours
 git --no-pager diff --stat -- docs README.md
+if [ $# -gt 0 ]; then pytest -n 2 "$@"; fi
