@@ -132,8 +132,8 @@ bool is_last_edge(torch::autograd::Node& accumulator) {
   const auto leads_there = [&](const torch::autograd::Edge& edge) { return edge.function.get() == key; };
   if (std::none_of(edges.begin(), edges.end(), leads_there)) return false;
   if (!task->exec_info_.empty()) {
-    const auto asked = task->exec_info_.find(key);
-    if (asked == task->exec_info_.end() || !asked->second.needed_) return false;
+    const auto entry = task->exec_info_.find(key);
+    if (entry == task->exec_info_.end() || !entry->second.needed_) return false;
   }
   const std::lock_guard<std::mutex> lock(task->mutex_);
   const auto edges_left = task->dependencies_.find(key);

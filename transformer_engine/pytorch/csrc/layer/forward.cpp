@@ -171,7 +171,8 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
   Operand gathered;
   if (config.tp_comm == nullptr) {
     const Tensor like = like_operand(config, x, operand.for_gemm, rows);
-    out.y = config.gemm_policy->fprop(dispatch, operand.for_gemm, nullptr, weights, like, q == nullptr || q->split_fprop);
+    out.y =
+        config.gemm_policy->fprop(dispatch, operand.for_gemm, nullptr, weights, like, q == nullptr || q->split_fprop);
   } else {
     CommResult result = gemm_with_comm(dispatch, config, save, x, operand, weights, biases, usage,
                                        save_operand && config.tp_comm->gathers(Pass::kFprop));

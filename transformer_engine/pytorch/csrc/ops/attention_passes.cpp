@@ -92,13 +92,13 @@ Tensor lse_of_kernel(const AttentionCall& call, const Tensor& kernel_lse, const 
 }
 
 KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& result, const Tensor& dout,
-                         bool wants_sink) {
+                         bool needs_sink) {
   const Tensor lse = result.lse.contiguous();
   KernelLse kernel{at::empty(kernel_lse_shape(call), lse.options()), {}};
   const Plan plan(call);
   te_tensor dout_rows = absent(), out_rows = absent(), dsink = absent(), workspace = absent();
   Tensor out, dense, floats;
-  if (wants_sink) {
+  if (needs_sink) {
     out = result.out.contiguous(), dense = dout.resolve_neg();
     if (!has_dense_heads(dense)) dense = dense.contiguous();
     kernel.dsink = at::empty({call.heads()}, lse.options());

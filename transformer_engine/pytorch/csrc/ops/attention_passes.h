@@ -21,7 +21,7 @@ struct KernelLse {
   Tensor lse;    // as the kernel's backward takes it
   Tensor dsink;  // undefined unless wanted
 };
-KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& result, const Tensor& dout, bool wants_sink);
+KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& result, const Tensor& dout, bool needs_sink);
 
 // Zeros in the padding of dq, dk and dv, where they are defined.
 void zero_padding(const AttentionCall& call, const AttentionGradients& gradients);

@@ -188,7 +188,7 @@ std::shared_ptr<const Target> gate_on(torch::autograd::Node& node, bool& alone) 
 
 }  // namespace
 
-void tell_gate(const Tensor& parameter, te_stream stream, bool brings_more) {
+void notify_gate(const Tensor& parameter, te_stream stream, bool brings_more) {
   if (gates.load() == 0) return;
   const NodePtr node = impl::try_get_grad_accumulator(parameter);
   if (node == nullptr) return;

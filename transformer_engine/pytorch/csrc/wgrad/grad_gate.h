@@ -16,7 +16,7 @@ namespace te_torch {
 
 // Called after a product was added to a parameter's main_grad on that stream, without the GIL. brings_more: autograd
 // still gets a gradient, or a dummy, for the parameter. Does nothing without gates.
-void tell_gate(const Tensor& parameter, te_stream stream, bool brings_more);
+void notify_gate(const Tensor& parameter, te_stream stream, bool brings_more);
 
 void register_grad_gate(pybind11::module_& m);
 

@@ -177,7 +177,7 @@ std::vector<Tensor> WeightParameters::accumulate(const WgradTask& product, const
   for (size_t i = 0; i < weights.size(); ++i) {
     if (!targets.list[i].out.defined()) continue;
     GradAccumulator::ready(weights[i], stream);
-    tell_gate(weights[i], stream, targets.stands_in[i]);
+    notify_gate(weights[i], stream, targets.stands_in[i]);
   }
   return sums;
 }
