@@ -78,6 +78,11 @@ T atomicAdd(T* at, T x) {
   *at += x;
   return before;
 }
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned x) {
+  const unsigned before = *at;
+  if (before == expected) *at = x;
+  return before;
+}
 inline unsigned atomicMax(unsigned* at, unsigned x) {
   const unsigned before = *at;
   *at = std::max(before, x);

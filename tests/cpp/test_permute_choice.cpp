@@ -37,28 +37,37 @@ void check_choice(int32_t device, const PermuteShape& s) {
   plan.ids = ids.tensor(), plan.row_of_pair = row_of_pair.tensor(), plan.token_of_row = token_of_row.tensor();
   plan.rows = s.rows, plan.first_expert = first, plan.last_expert = last, plan.ascending = 1;
   plan.probs = probs.tensor(), plan.row_probs = row_probs.tensor();
+  Buffer<int64_t> counts(device, 1, s.experts);
+  Buffer<int32_t> cut(device, 1, 1);
+  cut.fill({5});
+  plan.tokens_per_expert = counts.tensor(), plan.cut = reinterpret_cast<uint32_t*>(cut.data());
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   TE_ASSERT_OK(
       te_permute_row_probs_backward(ids.tensor(), row_of_pair.tensor(), drow.tensor(), dprobs.tensor(), nullptr));
   std::vector<int32_t> tokens(size_t(s.rows), -1);
   std::vector<std::vector<int32_t>> rows(static_cast<size_t>(s.tokens));
   std::vector<float> of_rows(size_t(s.rows), 0.f), of_experts(values.size(), 0.f);
-  int32_t row = 0;
+  std::vector<int64_t> of_each(size_t(s.experts), 0);
+  int32_t row = 0, lost = 0;
   for (int32_t e = 0; e < last; ++e) {
     for (size_t i = 0; i < given.size(); ++i) {
       if (given[i] != e) continue;
+      ++of_each[size_t(e)];
       const size_t token = i / size_t(topk), at = token * size_t(s.experts) + size_t(e);
       const bool has_row = e >= first && row < s.rows, alive = has_row && to_float(values[at]) != 0.f;
       if (has_row) of_rows[size_t(row)] = to_float(values[at]);
       if (alive) tokens[size_t(row)] = int32_t(token), of_experts[at] = to_float(gradients[size_t(row)]);
       rows[token].push_back(alive ? row : -1);
       row += has_row ? 1 : 0;
+      lost += e >= first && !has_row ? 1 : 0;
     }
   }
   std::vector<int32_t> want;
   for (const auto& of_token : rows) want.insert(want.end(), of_token.begin(), of_token.end());
   EXPECT_EQ(token_of_row.read(), tokens) << name_of(s);
   EXPECT_EQ(row_of_pair.read(), want) << name_of(s);
+  EXPECT_EQ(counts.read(), of_each) << name_of(s);
+  EXPECT_EQ(cut.read()[0], 5 + lost) << name_of(s);
   const auto floats = [](const std::vector<P>& read) {
     std::vector<float> all;
     for (const P& value : read) all.push_back(to_float(value));

@@ -62,25 +62,16 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
                                0,
                                0,
                                {},
-                               {}};
+                               {},
+                               {},
+                               nullptr};
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   const int pairs = int(s.tokens * s.topk);
-  const RowMap map{ids.data(),
-                   got.row_of_pair.data(),
-                   got.token_of_row.data(),
-                   got.offsets.data(),
-                   got.panels.data(),
-                   pairs,
-                   int32_t(s.topk),
-                   int32_t(s.rows),
-                   first,
-                   last - first,
-                   pairs / blocks + 1,
-                   nullptr,
-                   nullptr,
-                   0,
-                   0,
-                   0};
+  RowMap map{};
+  map.ids = ids.data(), map.row_of_pair = got.row_of_pair.data(), map.token_of_row = got.token_of_row.data();
+  map.offsets = got.offsets.data(), map.panels = got.panels.data();
+  map.pairs = pairs, map.of_token = int32_t(s.topk), map.rows = int32_t(s.rows);
+  map.first_expert = first, map.experts = last - first, map.span = pairs / blocks + 1;
   run_blocks(unsigned(blocks), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
@@ -108,6 +99,10 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   plan.ids = ids.tensor(), plan.row_of_pair = want.row_of_pair.tensor(), plan.token_of_row = want.token_of_row.tensor();
   plan.rows = s.rows, plan.first_expert = first, plan.last_expert = last, plan.ascending = 1;
   plan.probs = probs.tensor(), plan.row_probs = want_probs.tensor();
+  Buffer<int64_t> want_counts(kCpu, 1, last), got_counts(kCpu, 1, last);
+  Buffer<int32_t> want_cut(kCpu, 1, 1), got_cut(kCpu, 1, 1);
+  for (Buffer<int32_t>* cut : {&want_cut, &got_cut}) cut->fill({-20});  // it saturates for some shapes
+  plan.tokens_per_expert = want_counts.tensor(), plan.cut = reinterpret_cast<uint32_t*>(want_cut.data());
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   RowMap map{};
   map.ids = ids.data(), map.row_of_pair = got.row_of_pair.data(), map.token_of_row = got.token_of_row.data();
@@ -115,10 +110,14 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   map.first_expert = first, map.experts = last - first, map.span = map.pairs / blocks + 1, map.ascending = 1;
   map.probs = reinterpret_cast<const char*>(probs.data()), map.probs_pitch = pitch, map.prob_bytes = sizeof(P);
   map.row_probs = reinterpret_cast<char*>(got_probs.data());
-  run_blocks(unsigned(blocks), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
+  map.tokens_per_expert = got_counts.data(), map.all_experts = last;
+  map.cut = reinterpret_cast<uint32_t*>(got_cut.data());
+  run_blocks(unsigned(blocks + 1), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
   expect_same_bytes(got_probs, want_probs, "probabilities, " + name_of(s));
+  expect_same_bytes(got_counts, want_counts, "tokens per expert, " + name_of(s));
+  expect_same_bytes(got_cut, want_cut, "cut, " + name_of(s));
   TE_ASSERT_OK(te_permute_row_probs_backward(ids.tensor(), want.row_of_pair.tensor(), want_probs.tensor(),
                                              want_back.tensor(), nullptr));
   constexpr int kTokens = kMapThreads / kWarp;

@@ -223,7 +223,7 @@ def test_autocast_keeps_the_scale(device):
     want = grouped_mlp(leaves[0], None, leaves[1 : 1 + n], leaves[1 + n :], case.scale.detach(), splits=SPLITS)
     with torch.autocast(device, dtype=BF16):
         for eager in (True, False):
-            arguments = (case.x, *case.weights, case.scale, None, SPLITS, None, None)
+            arguments = (case.x, *case.weights, case.scale, None, SPLITS, None, None, False)
             arguments = (*arguments, "swiglu", [], False, False, [], [])
             y = (
                 grouped_mlp(case.x, None, *case.weights, case.scale, splits=SPLITS)
@@ -240,9 +240,10 @@ def test_opcheck(of_tokens, on_device, recipe, device):
     case = Case(device, spare=0)
     groups = case.groups(on_device)
     spec = [] if recipe == "none" else list(product(recipe, device).spec)
-    row_map = (None, None)
+    row_map = (None, None, False)
     if of_tokens:
-        case.x, row_map = randn(TOTAL, K, dtype=BF16, device=device).requires_grad_(), reversed_map(TOTAL, device)
+        case.x = randn(TOTAL, K, dtype=BF16, device=device).requires_grad_()
+        row_map = (*reversed_map(TOTAL, device), True)
     arguments = (case.x, *case.weights, case.scale, groups["offsets"], list(groups["splits"]), *row_map)
     options = ("swiglu", [], of_tokens, False, spec, spec)
     torch.library.opcheck(torch.ops.te.grouped_mlp.default, (*arguments, *options))

@@ -31,7 +31,7 @@ class Case:
         probs[::5] = 0  # rows without a token
         chosen = torch.rand(TOKENS, EXPERTS, device=device).topk(TOPK).indices.int()
         made = functional.permute_routing(probs, chosen, experts, rows)
-        self.scale, self.token_of_row, self.row_of_pair, offsets = (t.detach() for t in made)
+        self.scale, self.token_of_row, self.row_of_pair, offsets, _ = (t.detach() for t in made)
         self.counts = offsets.diff().tolist()
         self.counts += [0] * (EXPERTS - len(self.counts))
         self.dy[sum(self.counts) :] = torch.nan
@@ -47,13 +47,13 @@ class Case:
             return None, self.counts
         return grouped_offsets(torch.tensor(self.counts, device=self.device), x, count=False), ()
 
-    def mapped(self, on_device, quantized=((), ()), **options):
+    def mapped(self, on_device, quantized=((), ()), only_y=False, **options):
         offsets, splits = self.groups(on_device, self.token_of_row.unsqueeze(1))
         y = grouped_mlp(
             self.x, offsets, *self.weights, self.scale, splits=splits, quantizations=quantized,
             row_map=(self.token_of_row, self.row_of_pair), **options,
         )  # fmt: skip
-        return self.gradients(y)
+        return y if only_y else self.gradients(y)
 
     def permuted(self, on_device, quantized=((), ())):
         x, _ = functional.permute(self.x, self.row_of_pair, self.rows, of_mask=False)
@@ -88,6 +88,19 @@ def test_dtypes(on_device, dtype, keep_rows, device):
         pytest.skip("groups on the device are multiplied in 16 bits")
     case = Case(device, dtype, rows=TOKENS * TOPK)
     assert_same(case.mapped(on_device, keep_rows=keep_rows), case.permuted(on_device))
+
+
+@pytest.mark.parametrize("keep_rows", [False, True])
+@pytest.mark.parametrize("recipe", KINDS)
+def test_sums_of_rows(recipe, keep_rows, device):
+    """unpermute() after it, which gives rows without a token a gradient of 0."""
+    case, dy = Case(device), randn(TOKENS, K, dtype=BF16, device=device)
+    results = []
+    for sum_rows in (True, False):
+        y = case.mapped(True, quantizations(recipe, device), keep_rows=keep_rows, sum_rows=sum_rows, only_y=True)
+        y = y if sum_rows else functional.unpermute(y, case.row_of_pair, of_mask=False)
+        results.append([y.detach(), *torch.autograd.grad(y, case.leaves, dy)])
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
@@ -137,14 +150,16 @@ def test_what_is_kept(recipe, device):
 @pytest.mark.parametrize("recipe", ["none", "block"])
 def test_compiled(recipe, keep_rows, device):
     case = Case(device)
-    want = case.mapped(True, quantizations(recipe, device))
+    case.dy = randn(TOKENS, K, dtype=BF16, device=device)
+    want = case.mapped(True, quantizations(recipe, device), sum_rows=True)
     offsets, _ = case.groups(True, case.token_of_row.unsqueeze(1))
     spec = [] if recipe == "none" else list(product(recipe, device).spec)
 
     def call(x, scale, weights1, weights2, *row_map):
         return grouped_mlp(
-            x, offsets, weights1, weights2, scale, row_map=row_map, keep_rows=keep_rows, quantizations=(spec, spec)
-        )
+            x, offsets, weights1, weights2, scale, row_map=row_map, keep_rows=keep_rows, sum_rows=True,
+            quantizations=(spec, spec),
+        )  # fmt: skip
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
     y = compiled(case.x, case.scale, *case.weights, case.token_of_row, case.row_of_pair)
@@ -162,6 +177,8 @@ def test_maps_that_do_not_fit(device):
         call(case.token_of_row, case.row_of_pair[:36])
     with refused(ValueError, "grouped_mlp", "'token_of_row'", "Long"):
         call(case.token_of_row.long(), case.row_of_pair)
+    with refused(ValueError, "grouped_mlp", "'sum_rows'", "without a map"):
+        grouped_mlp(case.x, offsets, *case.weights, case.scale, sum_rows=True)
     with refused(ValueError, "grouped_mlp", "'token_of_row'", "one is missing"):
         call(case.token_of_row, None)
     with refused(ValueError, "scaled_activation", "'scale'", f"[{case.rows}]"):

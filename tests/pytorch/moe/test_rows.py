@@ -209,15 +209,17 @@ def test_the_experts_alone(device):
     x, _ = draw(device)
     probs = torch.rand(TOKENS, EXPERTS, device=device)
     chosen = probs.topk(TOPK).indices.int()
-    scale, *row_map, offsets = functional.permute_routing(probs, chosen, (0, EXPERTS), TOKENS * TOPK)
-    results = []
-    for one in (experts, twin):
-        leaf = x.clone().requires_grad_()
-        y = one(leaf, offsets.diff(), scale, row_map=tuple(row_map))
-        y.backward(torch.ones_like(y))
-        results.append([y.detach(), leaf.grad])
-    assert_same_steps(*results)
-    assert_same_gradients(experts, twin)
+    scale, *row_map, offsets, _ = functional.permute_routing(probs, chosen, (0, EXPERTS), TOKENS * TOPK)
+    for sum_rows in (False, True):
+        results = []
+        for one in (experts, twin):
+            leaf = x.clone().requires_grad_()
+            y = one(leaf, offsets.diff(), scale, row_map=tuple(row_map), sum_rows=sum_rows)
+            y.backward(torch.ones_like(y))
+            results.append([y.detach(), leaf.grad])
+        assert_same_steps(*results)
+        assert_same_gradients(experts, twin)
+        assert y.shape[0] == (TOKENS if sum_rows else TOKENS * TOPK)
     with pytest.raises(TypeError, match="GroupedMLP: argument 'row_map' is 3"):
         experts(x, offsets.diff(), scale, row_map=3)
     with pytest.raises(ValueError, match="GroupedMLP: argument 'row_map' has first shape"):

@@ -1,11 +1,11 @@
 # te.moe.TopKRouter alone: its bias moves by exact counts; groups of experts and numbers that do not fit are refused
-# when it is built; its logits have no second derivative.
+# when it is built; its logits are those of products, and have no second derivative.
 import pytest
 import torch
-from support import refused
+from support import assert_same_bits, refused
 
+from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.moe import TopKRouter
-from transformer_engine.pytorch.moe.topk_router import _Logits
 
 HIDDEN, EXPERTS, TOPK = 32, 12, 4
 
@@ -77,7 +77,28 @@ def test_bad_input(device):
 
 def test_no_second_derivative(device):
     x = torch.randn(5, HIDDEN, device=device, requires_grad=True)
-    logits = _Logits.apply(x, build(device).weight)
-    (dx,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    logits = functional.router_logits(x, build(device).weight)
+    with refused(NotImplementedError, "router_logits", "double backward"):
+        torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")], ids=str)
+def test_logits_are_those_of_products(dtypes, device):
+    """Of operands in their own dtype, in float32; gradients are products in float32, rounded once."""
+    shapes = zip((5, 7), dtypes, strict=True)
+    x, weight = (torch.randn(n, HIDDEN, device=device, dtype=getattr(torch, d)).requires_grad_() for n, d in shapes)
+    logits, grad = functional.router_logits(x, weight), torch.randn(5, 7, device=device)
+    with torch.no_grad():
+        a, b = (weight, x) if x.dtype == weight.dtype else (weight.float(), x.float())
+        assert_same_bits(logits.detach(), functional.gemm(a, b, "TN", out_dtype=torch.float32)[0])
+        wanted = [
+            functional.gemm(weight.float(), grad, "NN")[0].to(x.dtype),
+            functional.gemm(x.float(), grad, "NT")[0].to(weight.dtype),
+        ]
+    for got, want in zip(torch.autograd.grad(logits, (x, weight), grad), wanted, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_opcheck_of_logits(device):
+    x, weight = (torch.randn(n, HIDDEN, device=device).requires_grad_() for n in (5, 7))
+    torch.library.opcheck(torch.ops.te.router_logits.default, (x, weight))

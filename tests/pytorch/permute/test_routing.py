@@ -7,6 +7,7 @@ from support import assert_same_bits, negated_view, refused, saved_tensors
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
 from .cases import randn
 
@@ -30,7 +31,10 @@ def test_is_that_of_a_mask(experts, rows, dtype, device):
     probs, chosen, mask = choice(device, dtype)
     local, inp = slice(*experts), randn(TOKENS, 6, device=device)
     want, want_probs, back = te.moe_permute_with_probs(inp, probs[:, local], mask[:, local], rows)
-    row_probs, token_of_row, row_of_pair, offsets = functional.permute_routing(probs, chosen, experts, rows)
+    reset_split_verdict(device)
+    row_probs, token_of_row, row_of_pair, offsets, counts = functional.permute_routing(probs, chosen, experts, rows)
+    assert split_verdict(device) == SplitVerdict(0, max(0, int(mask[:, local].sum()) - rows))
+    assert counts.tolist() == mask.sum(0).tolist()
     assert_same_bits(row_probs.detach(), want_probs.detach())
     assert_same_bits(functional.permute_gather(inp, token_of_row, token_of_row)[0], want)
     assert_same_bits(functional.permute(inp, row_of_pair, rows, of_mask=False)[0], want)
@@ -48,7 +52,7 @@ def test_is_that_of_a_mask(experts, rows, dtype, device):
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens, device):
     probs, chosen, _ = choice(device, tokens=tokens, zeros=False)
-    row_probs, token_of_row, row_of_pair, offsets = functional.permute_routing(probs, chosen, (0, EXPERTS), 4)
+    row_probs, token_of_row, row_of_pair, offsets, _ = functional.permute_routing(probs, chosen, (0, EXPERTS), 4)
     rows = tokens * TOPK
     assert token_of_row.tolist() == [0] * rows + [-1] * (4 - rows)
     assert row_of_pair.tolist() == [[0, 1, 2]] * tokens and int(offsets[-1]) == rows
@@ -60,9 +64,9 @@ def test_few_tokens(tokens, device):
 def test_opcheck(device):
     ops, check = torch.ops.te, torch.library.opcheck
     probs, chosen, _ = choice(device)
-    check(ops.permute_routing.default, (probs, chosen, 1, 5, 40))
-    check(ops.permute_routing_fwd.default, (probs.detach(), chosen, 1, 5, 40))
-    _, _, back, _ = functional.permute_routing(probs, chosen, (1, 5), 40)
+    check(ops.permute_routing.default, (probs, chosen, 1, 5, 40, True))
+    check(ops.permute_routing_fwd.default, (probs.detach(), chosen, 1, 5, 40, False))
+    _, _, back, *_ = functional.permute_routing(probs, chosen, (1, 5), 40)
     check(ops.permute_routing_bwd.default, (randn(40, device=device), chosen, back, EXPERTS))
 
 
@@ -101,6 +105,17 @@ def test_views(device):
     grad = randn(63, device=device)
     gradients = [torch.autograd.grad(want[0], probs, g, retain_graph=True)[0] for g in (grad, negated_view(grad))]
     assert_same_bits(*gradients)
+
+
+def test_only_asked_for_cuts_count(device):
+    probs, chosen, _ = choice(device)
+    reset_split_verdict(device)
+    functional.permute_routing(probs, chosen, (0, EXPERTS), 9, count=False)
+    assert split_verdict(device) == SplitVerdict(0, 0)
+    for _ in range(2):
+        functional.permute_routing(probs, chosen, (0, EXPERTS), 9)
+    assert split_verdict(device) == SplitVerdict(0, 2 * (TOKENS * TOPK - 9))
+    reset_split_verdict(device)
 
 
 def test_bad_arguments(device):

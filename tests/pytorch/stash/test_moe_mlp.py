@@ -89,9 +89,9 @@ class Mixture:
         return [*outputs, *(leaf.grad for leaf in leaves), *gradients], bytes_overwritten
 
     def row_bytes(self):
-        """Of a row: the pre-activation, its probability, and its token or the row itself."""
+        """Of a row: the pre-activation, its probability, its token, and with keep_rows the row itself."""
         element = torch.finfo(self.dtype).bits // 8
-        return 2 * FFN * element + 4 + (HIDDEN * element if self.layers[0].keep_rows else 4)
+        return 2 * FFN * element + 4 + 4 + (HIDDEN * element if self.layers[0].keep_rows else 0)
 
 
 def agree(mixture, stash, *inputs, steps=2, live=None):
@@ -264,7 +264,7 @@ def test_evaluation_and_plans(device):
 def test_a_call_that_fails_before_its_group(device, monkeypatch):
     """It leaves nothing open: the call can be repeated in the same step."""
 
-    def fail(*_):
+    def fail(*_, **__):
         raise MemoryError("no memory")
 
     with made(device, page_bytes=512) as stash:

@@ -30,7 +30,7 @@ foreach(group IN ITEMS
     "distributed/peer;core/run_streams;layer/tp_comm_peer;layer/tp_comm_group"
     "ops/offload;module;core/common"
     "layer/forward;layer/backward;layer/layer_gemm;layer/prepare_operand;layer/save_rules;layer/named_arguments"
-    "layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_rows;layer/prologue_norm;layer/prologue_activation;layer/epilogue_bias")
+    "layer/gathered_wgrad;layer/gemm_policy;layer/gemm_policy_device;layer/prologue_plain;layer/prologue_rows;layer/prologue_norm;layer/prologue_activation;layer/epilogue_bias;layer/epilogue_row_sum")
   list(GET group 0 name)
   list(TRANSFORM group APPEND .cpp)
   set_source_files_properties(${group} PROPERTIES UNITY_GROUP ${name})

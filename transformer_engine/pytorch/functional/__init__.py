@@ -42,7 +42,7 @@ from transformer_engine.pytorch.functional.quantize import (
     quantize_range_cast,
 )
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
-from transformer_engine.pytorch.functional.router import router_aux_loss, router_scores, router_topk
+from transformer_engine.pytorch.functional.router import router_aux_loss, router_logits, router_scores, router_topk
 
 __all__ = [
     "activation",
@@ -85,6 +85,7 @@ __all__ = [
     "rope",
     "rope_qkv",
     "router_aux_loss",
+    "router_logits",
     "router_scores",
     "router_topk",
     "scaled_activation",

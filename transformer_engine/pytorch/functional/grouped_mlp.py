@@ -22,6 +22,7 @@ def grouped_mlp(
     splits: Sequence[int] = (),
     row_map: tuple[torch.Tensor, torch.Tensor] | None = None,
     keep_rows: bool = False,
+    sum_rows: bool = False,
     kind: str = "swiglu",
     params: Sequence[float] = (),
     keep_input: bool = False,
@@ -38,7 +39,7 @@ def grouped_mlp(
     row_map: the first two results of permute_row_map(), or the second and third of permute_routing(). x has a row for
     each token then, and the rows are gathered from it by the map, to the bits of permute() before this function. The
     gradients of a token's rows are added up in the order of the map. The backward gathers the rows again; keep_rows
-    keeps them.
+    keeps them. sum_rows: y has the sum of each token's rows, as unpermute() after this function, to the same bits.
     Shapes: x [rows, in_features], weights1 [hidden, in_features] each ([2 hidden, in_features] for a gated kind),
     weights2 [out_features, hidden] each, row_scale [rows]. Dtypes: as grouped_linear; row_scale float32 or x's dtype.
     kind, params: as activation. keep_input, grad_accumulators, quantizations, own_weights: as grouped_linear, of the
@@ -51,7 +52,7 @@ def grouped_mlp(
     token_of_row, row_of_pair = row_map or (None, None)
     if row_map is not None and not keep_rows:
         keep_input = True
-    options = (token_of_row, row_of_pair, kind, list(params), keep_input, fp8_pre_activation)
+    options = (token_of_row, row_of_pair, sum_rows, kind, list(params), keep_input, fp8_pre_activation)
     if torch.compiler.is_compiling():
         integers = [_spec(one if isinstance(one, list) else None) for one in quantizations]
         arguments = (x, list(weights1), list(weights2), row_scale, offsets, list(splits), *options, *integers)

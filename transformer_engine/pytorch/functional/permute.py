@@ -32,16 +32,17 @@ def permute_row_map(
 
 
 def permute_routing(
-    probs: torch.Tensor, chosen: torch.Tensor, experts: tuple[int, int], rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    probs: torch.Tensor, chosen: torch.Tensor, experts: tuple[int, int], rows: int, *, count: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The map by rows of a router's choice, with the probabilities of the rows: (row_probs [rows], token of each row
-    [rows], rows of each token [T, k], offsets [experts + 1]), in one launch.
+    [rows], rows of each token [T, k], offsets [experts + 1], tokens of every expert int64 [E]), in one launch.
 
     probs [T, E], a float dtype; chosen int32 [T, k]; experts: as permute_row_map. The rows of a token are in the order
     of its experts. A pair whose probability is exactly 0 has a place among the rows, but the row has no token and the
     token has no row. Maps as permute_row_map's; row_probs is 0 past the last row. The gradient of probs is 0 where
-    there is no row. Saves: chosen and the rows of each token."""
-    args = (probs, chosen, *experts, rows)
+    there is no row. count: te.verdict.split_verdict() counts the pairs of these experts that `rows` does not hold, as
+    by grouped_offsets(). Saves: chosen and the rows of each token."""
+    args = (probs, chosen, *experts, rows, count)
     if torch.compiler.is_compiling():
         return torch.ops.te.permute_routing(*args)
     return _C.permute_routing(*args)

@@ -8,6 +8,14 @@ from transformer_engine.pytorch import _C
 MAX_EXPERTS, MAX_TOPK = 1024, 32  # TE_ROUTER_MAX_EXPERTS, TE_ROUTER_MAX_TOPK
 
 
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x weight^T in float32, of operands in their own dtype (in float32 if these differ). The gradients are products in
+    float32, rounded once. x [tokens, hidden], weight [experts, hidden]. Saves: both."""
+    if torch.compiler.is_compiling():
+        return torch.ops.te.router_logits(x, weight)
+    return _C.router_logits(x, weight)
+
+
 def router_topk(
     logits: torch.Tensor,
     topk: int,

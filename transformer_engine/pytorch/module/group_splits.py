@@ -33,9 +33,11 @@ class Splits:
 
 
 def splits_of(op: str, m_splits: object, inp: torch.Tensor, groups: int) -> Splits:
-    """Checks the argument `m_splits`; a recomputation does not count bad splits again.
+    """Checks the argument `m_splits`; a recomputation does not count bad splits again. A Splits is returned as it is.
 
     Errors: ValueError if it does not fit."""
+    if isinstance(m_splits, Splits):
+        return m_splits
     if not isinstance(m_splits, torch.Tensor):
         return Splits(_checked(op, whole_numbers(op, m_splits, groups), inp))
     integers = m_splits.dtype in (torch.int32, torch.int64) and m_splits.layout is torch.strided

@@ -30,7 +30,8 @@ class GroupedMLP(Composite):
     other, which run so if a client has put hooks or classes of its own there. Saved: inp, the pre-activation (with
     save_preactivation="fp8" as E4M3 with a scale for each 128 of a row) and row_scale; the activation is recomputed.
     row_map: inp is [tokens, hidden_size], and the rows are gathered from it by this map (functional.permute_routing;
-    functional.grouped_mlp has its form); the backward gathers them again, or they are kept (keep_rows=True).
+    functional.grouped_mlp has its form); the backward gathers them again, or they are kept (keep_rows=True). sum_rows:
+    the output is [tokens, hidden_size], the sum of each token's rows.
     fuse_wgrad_accumulation, delay_wgrad_compute: as GroupedLinear's.
     """
 
@@ -87,6 +88,7 @@ class GroupedMLP(Composite):
         is_first_microbatch: bool | None = None,
         row_map: tuple[torch.Tensor, torch.Tensor] | None = None,
         keep_rows: bool = False,
+        sum_rows: bool = False,
     ) -> torch.Tensor:
         op = type(self).__name__
         check_tensor(op, "inp", inp)
@@ -94,15 +96,15 @@ class GroupedMLP(Composite):
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [rows, {self.hidden_size}].")
         if row_scale is not None:
             check_tensor(op, "row_scale", row_scale)
-        of_rows = inp if row_map is None else _checked_map(op, row_map)[0].unsqueeze(1)
-        splits = splits_of(op, m_splits, of_rows, self.num_gemms)
+        splits = m_splits
+        if type(m_splits) is not Splits:
+            of_rows = inp if row_map is None else _checked_map(op, row_map)[0].unsqueeze(1)
+            splits = splits_of(op, m_splits, of_rows, self.num_gemms)
         if not self._is_fused():
-            if row_map is not None:
-                inp, _ = functional.permute(inp, row_map[1], of_rows.shape[0], of_mask=False)
-            return self._composed(inp, splits, row_scale, is_first_microbatch)
+            return self._in_parts(inp, splits, row_scale, is_first_microbatch, row_map, sum_rows)
         calls = [part.call_of(inp, splits, is_first_microbatch) for part in (self.fc1, self.fc2)]
         try:
-            out = self._product(inp, splits, row_scale, row_map, keep_rows, *calls)
+            out = self._product(inp, splits, row_scale, *calls, row_map=row_map, keep_rows=keep_rows, sum_rows=sum_rows)
         except ValueError as error:
             raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", calls[0].weights[0])
             raise
@@ -121,10 +123,9 @@ class GroupedMLP(Composite):
         inp: torch.Tensor,
         splits: Splits,
         row_scale: torch.Tensor | None,
-        row_map: tuple[torch.Tensor, torch.Tensor] | None,
-        keep_rows: bool,
         one: GroupedCall,
         two: GroupedCall,
+        **of_rows: object,
     ) -> torch.Tensor:
         return functional.grouped_mlp(
             inp,
@@ -133,15 +134,28 @@ class GroupedMLP(Composite):
             two.weights,
             row_scale,
             splits=splits.host,
-            row_map=row_map,
-            keep_rows=keep_rows,
             kind=self.activation,
             params=self._activation_values,
             fp8_pre_activation=self.save_preactivation == "fp8",
             grad_accumulators=(one.grad_accumulator, two.grad_accumulator),
             quantizations=(one.quantizations, two.quantizations),
             own_weights=(one.own_weights, two.own_weights),
+            **of_rows,
         )
+
+    def _in_parts(
+        self,
+        inp: torch.Tensor,
+        splits: Splits,
+        row_scale: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+        row_map: tuple[torch.Tensor, torch.Tensor] | None,
+        sum_rows: bool,
+    ) -> torch.Tensor:
+        if row_map is not None:
+            inp, _ = functional.permute(inp, row_map[1], row_map[0].shape[0], of_mask=False)
+        y = self._composed(inp, splits, row_scale, is_first_microbatch)
+        return functional.unpermute(y, row_map[1], of_mask=False) if sum_rows else y
 
     def _composed(
         self, inp: torch.Tensor, splits: Splits, row_scale: torch.Tensor | None, is_first_microbatch: bool | None

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,9 +17,11 @@ from transformer_engine.pytorch._internal.arguments import check_number, check_s
 from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.composite import Composite
+from transformer_engine.pytorch.module.group_splits import Splits
 from transformer_engine.pytorch.module.submodules import is_own
 from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
 from transformer_engine.pytorch.moe.topk_router import Routing, TopKRouter
+from transformer_engine.pytorch.verdict import count_splits
 
 ROWS = 128  # a capacity is a multiple of so many
 _STASH_METHODS = ("pre_schedule", "group", "post_schedule")
@@ -50,6 +52,18 @@ def expert_range(op: str, experts: tuple[int, int] | None, num_experts: int) -> 
             f"{num_experts}."
         )
     return first, last
+
+
+class _Rows(NamedTuple):
+    """Arguments of the experts; the counts of all experts; and the map of a permutation before them, by which each
+    token's rows are added up after them."""
+
+    inp: torch.Tensor
+    probs: torch.Tensor
+    splits: torch.Tensor | Splits
+    tokens_per_expert: torch.Tensor
+    options: dict[str, object]
+    back: torch.Tensor | None = None
 
 
 class MoEMLP(Composite):
@@ -183,41 +197,44 @@ class MoEMLP(Composite):
         check_tensor(op, "inp", inp)
         if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
-        tokens = inp.reshape(-1, self.hidden_size)
+        tokens = inp.reshape(-1, self.hidden_size)  # where the gradients of both parts meet, before those of others
         own = is_own(self.router, TopKRouter) and is_own(self.experts, GroupedMLP)
         routing, chosen = self.router(tokens, return_chosen=True) if own else (self.router(tokens), None)
-        if not is_recomputed():  # whose counts are those of an earlier call
-            self._keep_counts(routing.tokens_per_expert)
         stash = self.stash
         source = tokens if stash is None else stash.pre_schedule(tokens)
+        recomputed = is_recomputed()
         try:
-            rows, row_probs, back, options = self._permuted(source, routing, chosen)
-            counts = routing.tokens_per_expert[self.first_expert : self.last_expert]
+            rows = self._permuted(source, routing, chosen, not recomputed)
+            if not recomputed:  # a recomputation's counts are those of an earlier call
+                self._keep_counts(rows.tokens_per_expert)
             # Nothing reads a row past the total, so a reload need not write there.
             with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
-                out = self.experts(rows, counts, row_probs, is_first_microbatch, **options)
+                out = self.experts(rows.inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
         except BaseException:
             if stash is not None:  # without a gradient it stores nothing, and the next call may begin
                 stash.post_schedule(tokens.detach())
             raise
         if stash is not None:
             out = stash.post_schedule(out)
-        y = functional.unpermute(out, back, of_mask=chosen is None)
-        return y.view(inp.shape), routing.aux_loss
+        y = out if rows.back is None else functional.unpermute(out, rows.back, of_mask=True)
+        return y if inp.dim() == 2 else y.view(inp.shape), routing.aux_loss
 
-    def _permuted(
-        self, tokens: torch.Tensor, routing: Routing, chosen: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
-        """The experts' input, the probabilities of its rows, the map for unpermute, and options of the experts. Without
-        `chosen` it is copies of the tokens by the routing map, which a client's router or hooks may have made."""
-        count = self._rows(tokens.shape[0])
+    def _permuted(self, tokens: torch.Tensor, routing: Routing, chosen: torch.Tensor | None, count: bool) -> _Rows:
+        """count: cut rows. Without `chosen` the rows are copies of the tokens by the routing map, which a client's
+        router or hooks may have made."""
+        op, size = type(self).__name__, self._rows(tokens.shape[0])
         if chosen is None:
             local = slice(self.first_expert, self.last_expert)
-            arguments = (tokens, routing.probs[:, local], routing.routing_map[:, local], count)
-            return *permutation.moe_permute_with_probs(*arguments), {}
+            arguments = (tokens, routing.probs[:, local], routing.routing_map[:, local], size)
+            inp, probs, back = permutation.moe_permute_with_probs(*arguments)
+            counts = routing.tokens_per_expert
+            return _Rows(inp, probs, counts[local], counts, {}, back)
+        if tokens.is_cuda and not torch.compiler.is_compiling():
+            count_splits(op, tokens.device)
         experts = (self.first_expert, self.last_expert)
-        row_probs, source, back, _ = functional.permute_routing(routing.probs, chosen, experts, count)
-        return tokens, row_probs, back, {"row_map": (source, back), "keep_rows": self.keep_rows}
+        probs, *row_map, offsets, counts = functional.permute_routing(routing.probs, chosen, experts, size, count=count)
+        options = {"row_map": tuple(row_map), "keep_rows": self.keep_rows, "sum_rows": True}
+        return _Rows(tokens, probs, Splits(offsets=offsets), counts, options)
 
     @torch.no_grad()
     def _keep_counts(self, counts: torch.Tensor) -> None:

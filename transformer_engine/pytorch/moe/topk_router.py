@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from transformer_engine.pytorch import functional, router
 from transformer_engine.pytorch._internal.arguments import check_function, check_number, check_size, check_tensor
@@ -20,8 +19,8 @@ class Routing(NamedTuple):
     tokens_per_expert: int64 [experts]. aux_loss: float32, without dimensions."""
 
     probs: torch.Tensor
-    routing_map: torch.Tensor
-    tokens_per_expert: torch.Tensor
+    routing_map: torch.Tensor | None
+    tokens_per_expert: torch.Tensor | None
     aux_loss: torch.Tensor
 
 
@@ -96,15 +95,16 @@ class TopKRouter(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=self.device.type == "meta")
 
     def forward(self, inp: torch.Tensor, return_chosen: bool = False) -> Routing | tuple[Routing, torch.Tensor]:
-        """inp: [tokens, hidden_size]. return_chosen: (the same, the chosen experts int32 [tokens, topk], the best one
-        first)."""
+        """inp: [tokens, hidden_size]. return_chosen: (Routing, the chosen experts int32 [tokens, topk], the best one
+        first); routing_map and tokens_per_expert are None then, unless the loss reads them."""
         check_tensor(type(self).__name__, "inp", inp)
         if inp.dim() != 2 or inp.shape[1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: argument 'inp' has shape {list(inp.shape)}, wanted [tokens, "
                 f"{self.hidden_size}]."
             )
-        logits = _Logits.apply(inp, self.weight)
+        logits = functional.router_logits(inp, self.weight)
+        has_map = not return_chosen or self.aux_loss_coeff != 0
         grouped = self.group_topk is not None
         probs, routing_map, chosen = functional.router_topk(
             logits,
@@ -115,15 +115,14 @@ class TopKRouter(TransformerEngineBaseModule):
             scaling_factor=1.0 if self.scaling_factor is None else self.scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
+            map_format="bytes" if has_map else "none",
         )
-        tokens_per_expert = routing_map.sum(0)
-        loss = self._aux_loss(logits, tokens_per_expert)
-        routing = Routing(probs, routing_map, tokens_per_expert, loss)
+        tokens_per_expert = routing_map.sum(0) if has_map else None
+        loss = logits.new_zeros(()) if self.aux_loss_coeff == 0 else self._aux_loss(logits, tokens_per_expert)
+        routing = Routing(probs, routing_map if has_map else None, tokens_per_expert, loss)
         return (routing, chosen) if return_chosen else routing
 
     def _aux_loss(self, logits: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        if self.aux_loss_coeff == 0:
-            return logits.new_zeros(())
         _, scores = router.fused_compute_score_for_moe_aux_loss(
             logits=logits, topk=self.topk, score_function=self.score_function
         )
@@ -195,25 +194,3 @@ def _check_groups(op: str, experts: int, topk: int, num_groups: int | None, grou
             f"{op}: argument 'group_topk' is {group_topk}, wanted a divisor of topk = {topk}, at most num_groups = "
             f"{num_groups}, with at most the {experts // num_groups} experts of a group from each."
         )
-
-
-class _Logits(torch.autograd.Function):
-    """x weight^T in float32 of operands in their own dtype; the gradients are products in float32, rounded once."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        if x.dtype != weight.dtype:
-            x, weight = x.float(), weight.float()
-        return functional.gemm(weight, x, "TN", out_dtype=torch.float32)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = functional.gemm(weight.float(), grad, "NN")[0].to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = functional.gemm(x.float(), grad, "NT")[0].to(weight.dtype)
-        return dx, dweight

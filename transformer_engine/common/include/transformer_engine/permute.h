@@ -35,7 +35,8 @@ extern "C" {
  * Two launches. */
 TE_API te_status te_permute_mask_map(te_tensor mask, te_tensor map, te_tensor counts, te_stream stream);
 
-/* Fields left out of a designated initialiser are 0, which means absent. All tensors are int32 and contiguous. */
+/* Fields left out of a designated initialiser are 0, which means absent. Tensors are contiguous, but for probs, and
+ * int32 where the field has no other type. */
 typedef struct te_permute_row_map_plan {
   te_tensor ids;          /* [T, k] */
   te_tensor row_of_pair;  /* [T, k]: the map */
@@ -50,6 +51,8 @@ typedef struct te_permute_row_map_plan {
   te_tensor probs;     /* [T, E], E >= last_expert, as te_permute_forward's; absent: none. A pair whose probability is
                           0 keeps its place among the rows, but its row has no token, and it has no row */
   te_tensor row_probs; /* [1, rows], of the dtype of probs: of each row; 0 beyond the last pair */
+  te_tensor tokens_per_expert; /* int64 [1, E], E to TE_PERMUTE_MAX_EXPERTS: pairs of every expert; absent: none */
+  uint32_t* cut;               /* on the device, or NULL: += the range's pairs that rows does not hold, saturating */
 } te_permute_row_map_plan;
 
 /* The map of ids, and what else a layer over its rows needs. One launch. */

@@ -79,6 +79,12 @@ struct RowProbs {
   }
 };
 
+// Counters saturate.
+TE_HOST_DEVICE uint32_t saturating_sum(uint32_t count, uint32_t more) {
+  const uint32_t sum = count + more;
+  return sum < count ? 0xffffffffu : sum;
+}
+
 // A pair's place among its token's by their experts: of one expert, in their order.
 TE_HOST_DEVICE int place_by_expert(const int32_t* ids_of_token, int count, int pair) {
   int place = 0;

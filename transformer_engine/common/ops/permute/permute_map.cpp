@@ -43,6 +43,16 @@ void mask_map(const te_tensor& mask, const te_tensor& map) {
   }
 }
 
+void count_all(const te_permute_row_map_plan& plan) {
+  const auto* ids = static_cast<const int32_t*>(plan.ids.data);
+  auto* const counts = static_cast<int64_t*>(plan.tokens_per_expert.data);
+  if (counts == nullptr) return;
+  std::fill_n(counts, plan.tokens_per_expert.cols, 0);
+  for (int64_t pair = 0; pair < plan.ids.rows * plan.ids.cols; ++pair) {
+    if (ids[pair] >= 0 && ids[pair] < plan.tokens_per_expert.cols) ++counts[ids[pair]];
+  }
+}
+
 void row_map(const te_permute_row_map_plan& plan) {
   const auto* ids = static_cast<const int32_t*>(plan.ids.data);
   auto* row_of_pair = static_cast<int32_t*>(plan.row_of_pair.data);
@@ -64,6 +74,10 @@ void row_map(const te_permute_row_map_plan& plan) {
   if (plan.panels.data != nullptr) *static_cast<int32_t*>(plan.panels.data) = panels;
   if (plan.offsets.data != nullptr)
     std::transform(first.begin(), first.end(), static_cast<int32_t*>(plan.offsets.data), cut);
+  if (plan.cut != nullptr) {
+    *plan.cut = saturating_sum(*plan.cut, uint32_t(std::max<int64_t>(first[size_t(experts)] - plan.rows, 0)));
+  }
+  count_all(plan);
   std::fill(token_of_row, token_of_row + plan.rows, -1);
   auto* const row_probs = static_cast<char*>(plan.row_probs.data);
   const size_t bytes = row_probs == nullptr ? 0 : te_dtype_bytes(plan.probs.dtype);
@@ -189,6 +203,13 @@ void check_row_map(const te_permute_row_map_plan& plan) {
     check_dense(kOp, "plan.offsets", plan.offsets, 1, experts + 1, TE_INT32, ids.device);
   }
   if (plan.panels.data != nullptr) check_dense(kOp, "plan.panels", plan.panels, 1, 1, TE_INT32, ids.device);
+  if (plan.tokens_per_expert.data != nullptr) {
+    const te_tensor& counts = plan.tokens_per_expert;
+    check_dense(kOp, "plan.tokens_per_expert", counts, 1, counts.cols, TE_INT64, ids.device);
+    if (counts.cols > TE_PERMUTE_MAX_EXPERTS) {
+      bad_argument(kOp, "plan.tokens_per_expert", shape_of(counts), concat("at most ", TE_PERMUTE_MAX_EXPERTS));
+    }
+  }
   if (plan.row_probs.data != nullptr) {
     check_probs(kOp, "plan.probs", plan.probs, ids);
     if (plan.probs.cols < plan.last_expert) {

@@ -48,10 +48,14 @@ void row_map(const te_permute_row_map_plan& plan, te_stream stream) {
   map.probs_pitch = plan.probs.row_pitch;
   map.prob_bytes = int32_t(te_dtype_bytes(plan.probs.dtype));
   map.ascending = plan.ascending;
+  map.tokens_per_expert = static_cast<int64_t*>(plan.tokens_per_expert.data);
+  map.all_experts = int32_t(plan.tokens_per_expert.cols);
+  map.cut = plan.cut;
   const int64_t spans = (int64_t(map.pairs) + kLeastSpan - 1) / kLeastSpan;
   const int64_t blocks = std::clamp<int64_t>(spans, 1, kRowMapBlocks);
   map.span = int32_t((spans + blocks - 1) / blocks * kLeastSpan);
-  row_map_kernel<kRowMapThreads><<<unsigned(blocks), kRowMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(map);
+  const auto grid = unsigned(blocks + (map.tokens_per_expert != nullptr ? 1 : 0));
+  row_map_kernel<kRowMapThreads><<<grid, kRowMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(map);
   check_launch("te_permute_row_map");
 }
 

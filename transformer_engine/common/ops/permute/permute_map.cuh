@@ -149,6 +149,9 @@ struct RowMap {
   int64_t probs_pitch;  // in elements
   int32_t prob_bytes;
   int32_t ascending;
+  int64_t* tokens_per_expert;  // null: not wanted; else a block more, which counts
+  int32_t all_experts;
+  uint32_t* cut;  // null: not wanted
 
   // Where the row of a pair is written.
   __device__ __forceinline__ int place_of(int pair) const {
@@ -226,6 +229,26 @@ __device__ void place_ids(const RowMap& map, int begin, int end, int* next) {
   }
 }
 
+// counts: as above. Of the experts outside of the range too.
+template <int kThreads>
+__device__ void count_all(const RowMap& map, int* counts) {
+  __syncthreads();
+  for (int64_t pair = threadIdx.x; pair < map.pairs; pair += kThreads) {
+    const int expert = map.ids[pair];
+    if (expert >= 0 && expert < map.all_experts) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < map.all_experts; e += kThreads) map.tokens_per_expert[e] = counts[e];
+}
+
+// Atomic, since calls on other streams may add too.
+__device__ __forceinline__ void add_saturating(uint32_t* counter, uint32_t more) {
+  for (uint32_t seen = *counter, was;; seen = was) {
+    was = atomicCAS(counter, seen, saturating_sum(seen, more));
+    if (was == seen) return;
+  }
+}
+
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   static_assert(4 * kThreads >= TE_PERMUTE_MAX_EXPERTS);
@@ -235,12 +258,14 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   __shared__ int panels;
   for (int i = threadIdx.x; i < kCounters; i += kThreads) counts[i] = 0;
   if (threadIdx.x == 0) panels = 0;
+  const int blocks = int(gridDim.x) - (map.tokens_per_expert != nullptr ? 1 : 0);
+  if (int(blockIdx.x) == blocks) return count_all<kThreads>(map, counts);
   const int64_t begin = int64_t(blockIdx.x) * map.span, end = begin + map.span;
   const int last = int(end < map.pairs ? end : map.pairs);
   count_ids<kThreads>(map, int(begin < map.pairs ? begin : map.pairs), counts, first, next);
   if (begin < map.pairs) place_ids<kThreads>(map, int(begin), last, next);
   for (int64_t row = first[map.experts] + int64_t(blockIdx.x) * kThreads + threadIdx.x; row < map.rows;
-       row += int64_t(gridDim.x) * kThreads) {
+       row += int64_t(blocks) * kThreads) {
     map.token_of_row[row] = -1;
     if (map.row_probs != nullptr) RowProbs{nullptr, map.row_probs, 0, map.prob_bytes}.clear(row);
   }
@@ -251,7 +276,11 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   }
   __syncthreads();
   for (int e = threadIdx.x; e <= map.experts && map.offsets != nullptr; e += kThreads) map.offsets[e] = cut(e);
-  if (threadIdx.x == 0 && map.panels != nullptr) *map.panels = panels;
+  if (threadIdx.x != 0) return;
+  if (map.panels != nullptr) *map.panels = panels;
+  if (map.cut != nullptr && first[map.experts] > map.rows) {
+    add_saturating(map.cut, uint32_t(first[map.experts] - map.rows));
+  }
 }
 
 // A warp has a token.

@@ -311,6 +311,7 @@ Tensor unpacked_input(const DispatchMode& dispatch, const LayerConfig& config, c
   const Operand& read = recomputed.defined() ? packed_input(dispatch, recomputed) : packed;
   const Tensor values = plain_of(dispatch, read, dtype);  // leading dimensions folded
   const Tensor& like = recomputed.defined() ? recomputed : dy;
+  if (like.dim() == 2) return values;  // which may have other rows than the chain's result
   c10::SymDimVector shape(like.sym_sizes().begin(), like.sym_sizes().end());
   shape.back() = values.sym_size(-1);
   if (config.tp_comm != nullptr && !recomputed.defined()) shape[0] = config.tp_comm->rows_before(shape[0]);

@@ -36,4 +36,10 @@ using Epilogues = c10::SmallVector<std::shared_ptr<const Epilogue>, 1>;
 // Adds the tensor named kBias, if there is one.
 TE_EXPORT const std::shared_ptr<const Epilogue>& bias_epilogue();
 
+// Sums the rows of each token, by the map of prologue.h's rows_prologue().
+namespace row_sum {
+enum Own : int { kTokenOfRow = kBias + 1, kRowOfPair };
+}
+TE_EXPORT const std::shared_ptr<const Epilogue>& row_sum_epilogue();
+
 }  // namespace te_torch::layer

@@ -1,7 +1,8 @@
 // grouped_mlp is two layers with a weight for each group of rows as one node: before the second GEMM an activation,
 // whose rows may be multiplied by a scale each. This file has its schema and the Python entry.
 // - Of rows that belong to no group nothing is read; the node's output, x's gradient and the scale's are zero there.
-// - With a map x has tokens, of which each group's rows are gathered: in the forward, and again in the backward.
+// - With a map x has tokens, of which each group's rows are gathered: in the forward, and again in the backward. With
+//   sum_rows the output has the sums of each token's rows.
 #include "core/op_registration.h"
 #include "layer/grouped_call.h"
 #include "layer/op_registration.h"
@@ -18,11 +19,14 @@ struct GroupedMlpChain : LayerChain {
   static constexpr bool kManyLeaves = true;
 };
 
-void check_map(const Tensor& x, const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair) {
+void check_map(const Tensor& x, const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, bool sum_rows) {
   constexpr const char* op = GroupedMlpChain::kName;
   TORCH_CHECK_VALUE(token_of_row.has_value() == row_of_pair.has_value(), op,
                     ": arguments 'token_of_row' and "
                     "'row_of_pair': one is missing, wanted both parts of a map, or none.");
+  TORCH_CHECK_VALUE(token_of_row.has_value() || !sum_rows, op,
+                    ": argument 'sum_rows' is True without a map, wanted a "
+                    "map of x's tokens; pass 'token_of_row' and 'row_of_pair'.");
   if (!token_of_row.has_value()) return;
   const bool fits = token_of_row->dim() == 1 && row_of_pair->dim() == 2 && row_of_pair->sym_size(0) == x.sym_size(0) &&
                     token_of_row->scalar_type() == at::kInt && row_of_pair->scalar_type() == at::kInt &&
@@ -54,19 +58,19 @@ void check_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2
 
 LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2,
                            const OptionalTensor& row_scale, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits,
-                           const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, std::string_view kind,
-                           at::ArrayRef<double> params, bool keep_input, bool fp8_pre_activation,
+                           const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, bool sum_rows,
+                           std::string_view kind, at::ArrayRef<double> params, bool keep_input, bool fp8_pre_activation,
                            at::ArrayRef<int64_t> fc1_quantization, at::ArrayRef<int64_t> fc2_quantization) {
   constexpr const char* op = GroupedMlpChain::kName;
   const c10::SymInt rows = token_of_row.has_value() ? token_of_row->sym_numel() : rows_in(op, x);
   check_groups(op, rows, "weights1", weights1, {}, offsets, splits);
   check_groups(op, rows, "weights2", weights2, {}, offsets, splits);
   check_mlp(x, weights1, weights2, offsets, activation_kind(kind).gated);
-  check_map(x, token_of_row, row_of_pair);
+  check_map(x, token_of_row, row_of_pair, sum_rows);
   LayerArgs call;
   call.layers.resize(2);
   call.own_weights.resize(2);
-  call.arguments.reserve(4 + 2 * weights1.size());
+  call.arguments.reserve(6 + 2 * weights1.size());
   call.arguments.add(kX, x);
   add_grouped_layer(call, 0, op, weights1, {}, offsets, splits, fc1_quantization);
   if (token_of_row.has_value()) {
@@ -84,6 +88,11 @@ LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorL
     fc2.prologue = activation_prologue(kind, params);
   }
   add_grouped_layer(call, 1, op, weights2, {}, offsets, splits, fc2_quantization);
+  if (sum_rows) {
+    fc2.epilogues.push_back(row_sum_epilogue());
+    call.arguments.add(epilogue_of(1, row_sum::kTokenOfRow), *token_of_row);
+    call.arguments.add(epilogue_of(1, row_sum::kRowOfPair), *row_of_pair);
+  }
   if (keep_input) call.layers[0].operand = SaveMode::kRecompute;  // x is kept as it is: gathered and quantized again
   fc2.input_in_fp8 = fp8_pre_activation;
   return call;
@@ -101,8 +110,8 @@ using OwnWeights = std::array<std::vector<Quantized>, 2>;
 
 Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const std::vector<Tensor>& weights2,
                    const OptionalTensor& row_scale, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
-                   const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, const std::string& kind,
-                   const std::vector<double>& params, bool keep_input, bool fp8_pre_activation,
+                   const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, bool sum_rows,
+                   const std::string& kind, const std::vector<double>& params, bool keep_input, bool fp8_pre_activation,
                    const Accumulators& accumulators, const Quantizations& quantizations,
                    const OwnWeights& own_weights) {
   const OptionalTensor none;
@@ -117,16 +126,18 @@ Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const s
     return add_handles(call, 1, offsets, splits, fc2) || first;
   };
   return GroupedMlp::eager("te::grouped_mlp", extra, x, at::TensorList(weights1), at::TensorList(weights2), row_scale,
-                           offsets, at::ArrayRef<int64_t>(splits), token_of_row, row_of_pair, std::string_view(kind),
-                           at::ArrayRef<double>(params), keep_input, fp8_pre_activation, fc1, fc2);
+                           offsets, at::ArrayRef<int64_t>(splits), token_of_row, row_of_pair, sum_rows,
+                           std::string_view(kind), at::ArrayRef<double>(params), keep_input, fp8_pre_activation, fc1,
+                           fc2);
 }
 
 }  // namespace
 
-#define TE_GROUPED_MLP                                                                                              \
-  "(Tensor x, Tensor[] weights1, Tensor[] weights2, Tensor? row_scale, Tensor? offsets, int[] splits, "             \
-  "Tensor? token_of_row, Tensor? row_of_pair, str kind, float[] params, bool keep_input, bool fp8_pre_activation, " \
-  "int[] fc1_quantization, "                                                                                        \
+#define TE_GROUPED_MLP                                                                                         \
+  "(Tensor x, Tensor[] weights1, Tensor[] weights2, Tensor? row_scale, Tensor? offsets, int[] splits, "        \
+  "Tensor? token_of_row, Tensor? row_of_pair, bool sum_rows, str kind, float[] params, bool keep_input, bool " \
+  "fp8_pre_activation, "                                                                                       \
+  "int[] fc1_quantization, "                                                                                   \
   "int[] fc2_quantization"
 
 }  // namespace layer

@@ -1,5 +1,6 @@
-// A prologue is the computation of a layer before its GEMM: nothing, a norm, an activation. It computes the operand of
-// the GEMM, recomputes it for the backward, and has a backward of its own. The arithmetic is in the op folders.
+// A prologue is the computation of a layer before its GEMM: nothing, a gather of rows, a norm, an activation. It
+// computes the operand of the GEMM, recomputes it for the backward, and has a backward of its own. The arithmetic is in
+// the op folders.
 #pragma once
 
 #include <memory>

@@ -139,13 +139,13 @@ struct RoutingFamily {
 
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& probs, const Tensor& chosen,
-                               int64_t first, int64_t last, const c10::SymInt& rows) {
+                               int64_t first, int64_t last, const c10::SymInt& rows, bool count) {
     state = {probs.sym_size(1)};
-    auto [row_probs, token_of_row, row_of_pair, offsets] =
-        Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+    auto [row_probs, token_of_row, row_of_pair, offsets, counts] =
+        Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
     save.keep(kIds, chosen, kChosenInfo);
     save.keep(kMap, row_of_pair, kMapInfo);
-    return {row_probs, token_of_row, row_of_pair, offsets};
+    return {row_probs, token_of_row, row_of_pair, offsets, counts};
   }
 
   template <class Mode>
@@ -159,26 +159,28 @@ struct RoutingFamily {
 
 using Two = std::tuple<Tensor, Tensor>;
 
-Maps maps_of(const variable_list& out) { return {out[0], out[1], out[2], out[3]}; }
+Routed routed_of(const variable_list& out) { return {out[0], out[1], out[2], out[3], out[4]}; }
 
-Maps routing_autograd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows) {
-  return maps_of(Node<RoutingFamily, Dispatched>::run(probs, chosen, first, last, rows));
+Routed routing_autograd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
+                        bool count) {
+  return routed_of(Node<RoutingFamily, Dispatched>::run(probs, chosen, first, last, rows, count));
 }
 
-Maps routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows) {
-  return Dispatched::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+Routed routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
+                          bool count) {
+  return Dispatched::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
 }
 
 // Called by Python in eager mode, like those below.
-Maps routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count) {
+Routed routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count, bool count) {
   const c10::SymInt rows(row_count);
   if (must_dispatch({&probs, &chosen})) {
-    return Dispatched::call<routing_autograd>("te::permute_routing", probs, chosen, first, last, rows);
+    return Dispatched::call<routing_autograd>("te::permute_routing", probs, chosen, first, last, rows, count);
   }
   if (!needs_graph({&probs})) {
-    return Direct::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows);
+    return Direct::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
   }
-  return maps_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows));
+  return routed_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows, count));
 }
 
 Two permute_autograd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
@@ -277,15 +279,15 @@ TE_OP_REGISTRATION(permute, ops) {
         if (!must_dispatch({&ids})) return permute_row_map(ids, first, last, count, strict);
         return Dispatched::call<permute_row_map>("te::permute_row_map", ids, first, last, count, strict);
       });
-  ops.op("permute_routing_fwd(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows) -> (Tensor, "
-         "Tensor, Tensor, Tensor)")
+  ops.op("permute_routing_fwd(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows, bool "
+         "count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
       .kernel(permute_routing_fwd)
       .meta(permute_routing_fwd_meta);
   ops.op("permute_routing_bwd(Tensor grad, Tensor chosen, Tensor row_of_pair, SymInt experts) -> Tensor")
       .kernel(permute_routing_bwd)
       .meta(permute_routing_bwd_meta);
-  ops.op("permute_routing(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows) -> (Tensor, "
-         "Tensor, Tensor, Tensor)")
+  ops.op("permute_routing(Tensor probs, Tensor chosen, int first_expert, int last_expert, SymInt rows, bool "
+         "count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
       .composite(routing_dispatched)
       .autograd(routing_autograd)
       .python(routing);

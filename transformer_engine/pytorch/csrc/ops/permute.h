@@ -17,9 +17,13 @@ Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt
 Maps permute_row_map_meta(const Tensor& ids, int64_t first, int64_t last, c10::SymInt rows, bool strict);
 
 // The map of a router's choice: probs [T, E] and chosen int32 [T, k] -> (their probabilities [rows], token of each row
-// [rows], rows of each token [T, k] by their experts, offsets [experts + 1]).
-Maps permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows);
-Maps permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows);
+// [rows], rows of each token [T, k] by their experts, offsets [experts + 1], tokens of every expert int64 [E]).
+// count: pairs that have no row are counted by split_counters.
+using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
+                           bool count);
+Routed permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
+                                c10::SymInt rows, bool count);
 // The gradient [T, experts] of probs, from that of the rows' [rows].
 Tensor permute_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair, c10::SymInt experts);
 Tensor permute_routing_bwd_meta(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair,

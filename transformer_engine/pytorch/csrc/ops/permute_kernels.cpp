@@ -6,6 +6,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <transformer_engine/permute.h>
 
+#include "gemm/grouped_gemm.h"
+
 namespace te_torch {
 
 namespace {
@@ -198,13 +200,14 @@ void check_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& r
 }
 }  // namespace
 
-Maps permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
-                         c10::SymInt row_count) {
+Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
+                           c10::SymInt row_count, bool count) {
   check_routing(probs, chosen, first, last, row_count);
   const int64_t rows = row_count.expect_int();
   const Tensor ids = chosen.contiguous(), values = rows_of(probs);
   const Tensor token_of_row = at::empty({rows}, ids.options()), row_of_pair = at::empty(ids.sizes(), ids.options());
   const Tensor offsets = at::empty({last - first + 1}, ids.options()), row_probs = at::empty({rows}, values.options());
+  const Tensor counts = at::empty({values.size(1)}, ids.options().dtype(at::kLong));
   te_permute_row_map_plan plan{};
   plan.ids = view_2d(ids, kRouting, "chosen");
   plan.row_of_pair = view_2d(row_of_pair, kRouting, "row_of_pair");
@@ -216,15 +219,18 @@ Maps permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t firs
   plan.ascending = 1;
   plan.probs = view_2d(values, kRouting, "probs");
   plan.row_probs = view_2d(row_probs, kRouting, "row_probs");
+  plan.tokens_per_expert = view_2d(counts, kRouting, "tokens_per_expert");
+  if (count) plan.cut = static_cast<uint32_t*>(split_counters(ids.device()).mutable_data_ptr()) + 1;
   check(te_permute_row_map(&plan, current_stream(ids)));
-  return {row_probs, token_of_row, row_of_pair, offsets};
+  return {row_probs, token_of_row, row_of_pair, offsets, counts};
 }
 
-Maps permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
-                              c10::SymInt rows) {
+Routed permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
+                                c10::SymInt rows, bool) {
   check_routing(probs, chosen, first, last, rows);
   return {probs.new_empty_symint({rows}), chosen.new_empty_symint({rows}), chosen.new_empty_symint(chosen.sym_sizes()),
-          chosen.new_empty({last - first + 1})};
+          chosen.new_empty({last - first + 1}),
+          chosen.new_empty_symint({probs.sym_size(1)}, chosen.options().dtype(at::kLong))};
 }
 
 Tensor permute_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair, c10::SymInt experts) {

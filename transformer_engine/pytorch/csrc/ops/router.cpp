@@ -1,5 +1,6 @@
-// The binding of the MoE router: the choice of experts, the scores of the auxiliary loss, and that loss. Each is an
-// autograd node. A node saves the logits and the chosen experts (int32, 4 bytes each), and computes scores again.
+// The binding of the MoE router: its logits, the choice of experts, the scores of the auxiliary loss, and that loss.
+// Each is an autograd node. A node saves the logits and the chosen experts (int32, 4 bytes each), and computes scores
+// again.
 #include <ATen/ops/empty.h>
 #include <transformer_engine/router.h>
 
@@ -10,6 +11,7 @@
 
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
+#include "gemm/gemm.h"
 
 namespace te_torch {
 
@@ -326,6 +328,43 @@ Tensor aux_loss_bwd(const Tensor& dloss, const Tensor& tokens, const OptionalTen
 
 // ---- autograd nodes ----
 
+constexpr const char* kLogitsOp = "router_logits";
+constexpr SavedInfo kRouterInput{"router input", "the weight's gradient is taken with it", kCallers};
+
+// x weight^T in float32 of operands in their own dtype; the gradients are products in float32, rounded once.
+struct LogitsFamily {
+  static constexpr const char* kName = kLogitsOp;
+  struct State {};
+  enum Saved { kX, kWeight };
+
+  template <class Mode>
+  static Tensor multiply(const Tensor& a, const Tensor& b, std::string_view layout) {
+    return std::get<0>(Mode::template call<gemm>("te::gemm", a, b, layout, std::string_view("none"), OptionalTensor(),
+                                                 OptionalTensor(), std::optional<at::ScalarType>(at::kFloat)));
+  }
+
+  template <class Mode>
+  static variable_list forward(State&, SaveContext& save, const Tensor& x, const Tensor& weight) {
+    check_float(x, kLogitsOp, "x");
+    check_float(weight, kLogitsOp, "weight");
+    save.keep(kX, x, kRouterInput);
+    save.keep(kWeight, weight, kParameter);
+    const bool same = x.scalar_type() == weight.scalar_type();
+    return {multiply<Mode>(same ? weight : weight.to(at::kFloat), same ? x : x.to(at::kFloat), "TN")};
+  }
+
+  template <class Mode>
+  static variable_list backward(const State&, const Wanted& wanted, const NamedTensors& saved,
+                                const variable_list& grads) {
+    variable_list out(2);
+    if (!grads[0].defined()) return out;
+    const Tensor &x = saved[kX], &weight = saved[kWeight];
+    if (wanted[0]) out[0] = multiply<Mode>(weight.to(at::kFloat), grads[0], "NN").to(x.scalar_type());
+    if (wanted[1]) out[1] = multiply<Mode>(x.to(at::kFloat), grads[0], "NT").to(weight.scalar_type());
+    return out;
+  }
+};
+
 struct TopkFamily {
   static constexpr const char* kName = kTopk;
   using State = Choice;
@@ -410,6 +449,17 @@ struct LossFamily {
   }
 };
 
+Tensor logits_autograd(const Tensor& x, const Tensor& weight) {
+  return Node<LogitsFamily, Dispatched>::run(x, weight)[0];
+}
+
+template <class Mode>
+Tensor logits_alone(const Tensor& x, const Tensor& weight) {
+  LogitsFamily::State state;
+  SaveContext nothing = SaveContext::of_none();
+  return LogitsFamily::forward<Mode>(state, nothing, x, weight)[0];
+}
+
 Three topk_autograd(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
                     int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
                     std::string_view map_format) {
@@ -446,6 +496,12 @@ Tensor aux_loss_dispatched(const Tensor& probs, const Tensor& tokens, const Opti
 }
 
 // ---- called by Python in eager mode ----
+
+Tensor router_logits(const Tensor& x, const Tensor& weight) {
+  if (must_dispatch({&x, &weight})) return Dispatched::call<logits_autograd>("te::router_logits", x, weight);
+  if (!needs_graph({&x, &weight})) return logits_alone<Direct>(x, weight);
+  return Node<LogitsFamily, Direct>::run(x, weight)[0];
+}
 
 Three topk(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
            int64_t group_topk, double scaling_factor, const std::string& score_name, const std::string& format_name) {
@@ -511,6 +567,10 @@ TE_OP_REGISTRATION(router, ops) {
          "num_experts, int topk, float coeff, SymInt[] shape) -> Tensor")
       .kernel(aux_loss_bwd)
       .meta(aux_loss_bwd_meta);
+  ops.op("router_logits(Tensor x, Tensor weight) -> Tensor")
+      .composite(logits_alone<Dispatched>)
+      .autograd(logits_autograd)
+      .python(router_logits);
   ops.op("router_topk(Tensor logits, Tensor? expert_bias, int topk, bool pre_softmax, int num_groups, int group_topk, "
          "float scaling_factor, str score_function, str map_format) -> (Tensor, Tensor, Tensor)")
       .composite(topk_dispatched)
