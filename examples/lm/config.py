@@ -35,6 +35,7 @@ class Config:
     fp8: str | None = None  # the recipe of the layers' products
     experts: int = 0  # in the place of each MLP; 0: none
     topk: int = 0  # how many of them a token has
+    graphed: bool = False  # mixtures replay CUDA graphs: changes no bit
     accumulate: int = 1  # microbatches of a step, whose gradients are added up
     tied: bool = False  # head and embedding share one weight
     offload_layers: int = 0  # layers whose saved tensors leave for the CPU: changes no bit
@@ -82,7 +83,7 @@ class Config:
     def identity(self) -> dict:
         """The fields a resumed run must share with the checkpoint it continues."""
         free = {"steps", "save_every", "offload_layers", "tp", "sequence_parallel", "recompute_allgather"}
-        free |= {"data_parallel", "sharded", "overlap", "reproducible"}
+        free |= {"data_parallel", "sharded", "overlap", "reproducible", "graphed"}
         return {key: value for key, value in asdict(self).items() if key not in free}
 
 

@@ -1,5 +1,6 @@
 """A mixture of experts in the place of each layer's MLP: the modules, their loss, and the load of the experts."""
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -32,9 +33,13 @@ class NormedMoE(nn.Module):
             **factory,
         )
         self.aux_loss: torch.Tensor | None = None  # of the last forward
+        self.captured = False
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        y, self.aux_loss = self.moe(self.norm(x), is_first_microbatch)
+        first = () if is_first_microbatch is None else (is_first_microbatch,)
+        eager = self.captured and not self.training  # the graph is that of train mode
+        call = functools.partial(te.MoEMLP.forward, self.moe) if eager else self.moe
+        y, self.aux_loss = call(self.norm(x), *first)
         return y
 
 
@@ -43,6 +48,17 @@ class Mixtures:
 
     def __init__(self, layers: Iterable[nn.Module]):
         self.parts = [layer.layernorm_mlp for layer in layers]
+
+    def capture(self, config: Config, recipe: object | None) -> None:
+        """From now on each mixture replays a CUDA graph of its own, forward and backward, in train mode and for these
+        shapes. On a CPU the calls are recorded and checked in the same way."""
+        moes = tuple(part.moe for part in self.parts)
+        like = moes[0].router.weight
+        shape = (config.batch // config.accumulate, config.seq, config.hidden)
+        samples = tuple((like.new_zeros(shape, requires_grad=True),) for _ in moes)
+        te.make_graphed_callables(moes, samples, enabled=recipe is not None, recipe=recipe)
+        for part in self.parts:
+            part.captured = True
 
     def aux_loss(self) -> torch.Tensor:
         """The sum of the layers' losses."""

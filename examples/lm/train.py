@@ -61,6 +61,8 @@ class Trainer:
         else:
             self.optimizer = OPTIMIZERS[config.optimizer](model)
         self.mixtures = getattr(model, "mixtures", None)
+        if self.mixtures and config.graphed:
+            self.mixtures.capture(config, model.recipe)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
         self.done = 0
 
@@ -103,9 +105,19 @@ class Trainer:
             step = replace(step, aux_loss=aux_loss, load=tuple(load))
         return step
 
+    @contextlib.contextmanager
+    def _evaluating(self):
+        """Graphs are replayed in train mode alone."""
+        self.model.train(not self.config.graphed)
+        try:
+            yield
+        finally:
+            self.model.train()
+
     @torch.no_grad()
     def bits_per_byte(self, held_out: list[torch.Tensor]) -> float:
-        losses = [loss_of(self.model, tokens.to(self.device)).item() * len(tokens) for tokens in held_out]
+        with self._evaluating():
+            losses = [loss_of(self.model, tokens.to(self.device)).item() * len(tokens) for tokens in held_out]
         return sum(losses) / sum(map(len, held_out)) / math.log(2)
 
     @torch.no_grad()
@@ -115,7 +127,8 @@ class Trainer:
         text = list(prompt)
         for _ in range(length):
             window = torch.tensor([text[-self.config.seq :]], device=self.device)
-            logits = self.ranks.next_logits(self.model, window).float().cpu()
+            with self._evaluating():
+                logits = self.ranks.next_logits(self.model, window).float().cpu()
             text.append(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=chance).item())
         return bytes(text)
 

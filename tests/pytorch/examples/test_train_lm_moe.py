@@ -97,6 +97,22 @@ def test_resume_is_bit_equal(tmp_path, text, device, fp8):
         train(tmp_path, text, device, "--moe", "2,2", *fp8, "--no-twin", "--name", "halves", "--resume")
 
 
+@pytest.mark.parametrize("more", [(), ("--fp8", "delayed"), ("--fp8", "block"), ("--accumulate", "2")], ids=str)
+def test_captured_is_eager(tmp_path, text, device, more):
+    """Bit for bit: losses, loads and the checkpoint, also of a run that a captured one continues."""
+    options = (*MOE, *more, "--no-twin")
+    train(tmp_path, text, device, *options, "--name", "eager", "--steps", "6")
+    train(tmp_path, text, device, *options, "--name", "captured", "--steps", "3", "--graph")
+    train(tmp_path, text, device, *options, "--name", "captured", "--steps", "6", "--graph", "--resume")
+    folder = tmp_path / "runs"
+    eager, captured = (load_file(folder / name / "checkpoint.safetensors") for name in ("eager", "captured"))
+    for name in eager:
+        assert all(map(torch.equal, parts_of(name, eager[name]), parts_of(name, captured[name]))), name
+    one, other = (metrics(folder / name) for name in ("eager", "captured"))
+    for key in ("loss", "aux_loss", "expert3_share"):
+        assert [row[key] for row in one] == [row[key] for row in other]
+
+
 def test_microbatches_count_all_tokens(tmp_path, text, device):
     """And move the weights as one batch does, but for roundings."""
     for name, more in (("one", ()), ("two", ("--accumulate", "2"))):
@@ -114,6 +130,7 @@ def test_microbatches_count_all_tokens(tmp_path, text, device):
         (("--moe", "4"), None),
         (("--moe", "0,1"), None),
         (("--moe", "7,7"), "wanted a divisor of the preset's 96"),
+        (("--graph",), "captures mixtures, and there are none"),
         (("--moe", "4,2", "--compile"), "not with --tp, --data-parallel or --compile"),
         (("--moe", "4,2", "--data-parallel"), "not with --tp, --data-parallel or --compile"),
     ],
