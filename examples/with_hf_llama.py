@@ -4,8 +4,9 @@ again.
 
 python examples/with_hf_llama.py            needs the extra `transformers`; tiny random weights, no download
 Your own model needs `fuse(model)`; `unfuse(model)` is its inverse; save_pretrained() of a fused model writes
-Hugging Face's names. Refused: padding masks, key-value caches, positions that differ from row to row of a batch, rope
-types whose frequencies change with the sequence or whose angles are scaled, attention weights as outputs."""
+Hugging Face's names. Padding comes after the tokens. Refused: other attention masks, key-value caches, positions that
+differ from row to row of a batch, rope types whose frequencies change with the sequence or whose angles are scaled,
+attention weights as outputs."""
 
 import argparse
 import functools
@@ -76,15 +77,18 @@ def fused_class(decoder_layer):
             self.rotary.register_buffer("inv_freq", inv_freq.to(device, torch.float32, copy=True), persistent=False)
 
         def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **options):
-            if attention_mask is not None or past_key_values is not None:
+            if past_key_values is not None:
                 raise NotImplementedError(
-                    "FusedLayer: attention_mask and past_key_values are not supported; pass sequences without padding "
-                    "and use_cache=False; unfuse(model) before generate(). transformers makes a mask by itself for "
-                    "attn_implementation='eager', and where position_ids restart without attention_mask=ones"
+                    "FusedLayer: past_key_values are not supported; pass use_cache=False, and unfuse(model) before "
+                    "generate()"
                 )
             if options.get("output_attentions") or self.config.output_attentions:
                 raise NotImplementedError("FusedLayer: output_attentions=True, but attention weights are never made")
-            return self.layer(hidden_states, rotary_pos_emb=self._angles(hidden_states, position_ids))
+            padding = {}
+            if attention_mask is not None:
+                starts = _starts(attention_mask)
+                padding = {"self_attn_mask_type": "padding_causal", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+            return self.layer(hidden_states, rotary_pos_emb=self._angles(hidden_states, position_ids), **padding)
 
         def _angles(self, hidden_states, position_ids):
             length = hidden_states.shape[1]
@@ -147,6 +151,24 @@ def _check(layer, number):
         raise NotImplementedError(
             f"fuse: gate_proj and up_proj of layer {number} become one weight; freeze both or none"
         )
+
+
+def _starts(attention_mask):
+    """The tokens of each row of the batch, added up, by a mask of transformers [b, s] or [b, 1, s, s]. In it the last
+    query sees each token of its row."""
+    full = attention_mask.dim() == 4
+    seen = attention_mask[:, 0, -1] if full else attention_mask
+    seen = seen == 0 if full and seen.is_floating_point() else seen != 0
+    after = (seen[:, 1:] <= seen[:, :-1]).all()
+    refusal = (
+        "FusedLayer: attention_mask hides tokens before others; pad after the tokens (padding_side='right'). "
+        "transformers makes such a mask by itself where position_ids restart without attention_mask=ones"
+    )
+    if after.is_cuda:
+        torch._assert_async(after, refusal)  # without a wait
+    elif not after:
+        raise NotImplementedError(refusal)
+    return torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
 
 
 def fuse(model):

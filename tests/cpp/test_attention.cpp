@@ -56,13 +56,16 @@ te_attention_rows rows_of(Buffer<int32_t>& lengths, Buffer<int32_t>* starts, int
 }
 
 TEST_P(Attention, Pieces) {
-  Buffer<int32_t> lengths(GetParam(), 1, 4), starts(GetParam(), 1, 4), keys(GetParam(), 1, 4);
+  Buffer<int32_t> lengths(GetParam(), 1, 4), starts(GetParam(), 1, 4), keys(GetParam(), 1, 4), begins(GetParam(), 1, 4);
   Buffer<int32_t> of_q(GetParam(), 1, 10), of_kv(GetParam(), 1, 10);
-  lengths.fill({0, 3, 3, 5}), starts.fill({1, 6, 6, 9}), keys.fill({0, 4, 5, 8});
+  lengths.fill({0, 3, 3, 5}), starts.fill({1, 6, 6, 9}), keys.fill({0, 4, 5, 8}), begins.fill({0, 5, 6, 10});
   const te_attention_rows q = rows_of(lengths, &starts, 9), kv = rows_of(keys, nullptr, 8);
+  const te_attention_rows apart = rows_of(keys, &begins, 10);
   TE_ASSERT_OK(te_attention_sequences(&q, 3, &kv, 4, of_q.tensor(), of_kv.tensor(), nullptr));
   EXPECT_EQ(of_q.read(), (std::vector<int32_t>{1, 4, 6, 6, 6, 6, 6, 8, 9, 9}));
   EXPECT_EQ(of_kv.read(), (std::vector<int32_t>{0, 4, 4, 4, 5, 5, 5, 8, 8, 8}));
+  TE_ASSERT_OK(te_attention_sequences(&q, 3, &apart, 4, of_q.tensor(), of_kv.tensor(), nullptr));
+  EXPECT_EQ(of_kv.read(), (std::vector<int32_t>{0, 4, 4, 5, 6, 6, 6, 9, 9, 10}));
   EXPECT_TRUE(of_q.padding_untouched() && of_kv.padding_untouched());
   TE_EXPECT_OK(te_attention_sequences(&q, -1, nullptr, -1, te_tensor{}, te_tensor{}, nullptr));
 }

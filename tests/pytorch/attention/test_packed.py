@@ -232,3 +232,21 @@ def test_a_mask_changes_no_path(monkeypatch):
     wanted = module(*tensors, **given)
     assert_same_bits(module(*tensors, **given, attention_mask=torch.ones(1, dtype=torch.bool)), wanted)
     assert told == [True, True]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["vanilla", "learnable"])
+def test_deterministic_algorithms_repeat_the_bits(device, mask, kind):
+    """Chunked, also where flash would be: every case of a cap."""
+    torch.use_deterministic_algorithms(True)  # the fixture of all suites restores it
+    packed = Packed([70, 0, 600, 3], gap=2)
+    module = attention(4, 16, 2, mask, softmax_type=kind, device=device)
+    tensors = packed.tensors(4, 2, 16, 16, torch.float32, device)
+
+    def run():
+        return gradients(lambda *t: module(*t, softcap=5.0, **packed.arguments(device)), tensors)
+
+    wanted = run()
+    for _ in range(3):
+        for got, want in zip(run(), wanted, strict=True):
+            assert_same_bits(got, want)

@@ -132,12 +132,46 @@ def test_hidden_states(device, called_before):
         close(one, two)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_padding_after_the_tokens(device, kind):
+    """Logits of tokens and the gradients of their loss; padding has no effect, whatever tokens it holds."""
+    plain = model(device, attn_implementation=kind)
+    fused, t, mask = fuse(copy.deepcopy(plain)), tokens(device, 3), torch.ones(3, 64, dtype=torch.long, device=device)
+    mask[0, 40:] = mask[2, 1:] = 0
+    labels, real = t.masked_fill(mask == 0, -100), mask != 0
+    close(logits(fused, t, attention_mask=mask)[real], logits(plain, t, attention_mask=mask)[real])
+    losses = [m(t, attention_mask=mask, labels=labels, use_cache=False).loss for m in (plain, fused)]
+    for loss in losses:
+        loss.backward()
+    close(losses[1], losses[0])
+    close(fused.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad, 1e-3)
+    other = torch.where(real, t, tokens(device, 3))
+    assert_same_bits(logits(fused, other, attention_mask=mask)[real], logits(fused, t, attention_mask=mask)[real])
+
+
+@pytest.mark.gpu
+def test_padding_does_not_wait_for_the_device():
+    fused, t = fuse(model("cuda")), tokens("cuda", 3)
+    starts = with_hf_llama._starts
+    mask = torch.ones(3, 64, dtype=torch.long, device="cuda")
+    mask[0, 40:] = 0
+    logits(fused, t, attention_mask=mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert starts(mask).shape == (4,)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_what_is_not_there_is_refused(device):
     fused, t = fuse(model(device)), tokens(device, 2)
-    with refused(NotImplementedError, "attention_mask"):
+    if device == "cpu":  # a GPU asserts, and loses its context
         mask = torch.ones_like(t)
         mask[0, :5] = 0
-        fused(t, attention_mask=mask)
+        with refused(NotImplementedError, "attention_mask", "padding_side='right'"):
+            fused(t, attention_mask=mask)
+        with refused(NotImplementedError, "attention_mask", "position_ids restart"):
+            fused(t, position_ids=torch.arange(32).repeat(2)[None])
     with refused(NotImplementedError, "output_attentions"):
         fused(t, output_attentions=True)
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
