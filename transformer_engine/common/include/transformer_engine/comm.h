@@ -67,7 +67,7 @@ typedef struct te_comm_costs {
   double hop_us;     /* from the end of a push to the start of the step that waited for it */
   double beside;     /* a product's time during pushes divided by its time alone */
   int32_t units;     /* multiprocessors: tiles that are computed at once */
-  int32_t tile_rows; /* of a product's tiles, which may also lie the other way */
+  int32_t tile_rows; /* of a tile of most products: clusters of two lie along the rows */
   int32_t tile_cols;
   /* Rows of all ranks; with fewer, a collective of the group is faster. Plans do not read them. */
   int32_t least_gathered;

@@ -3,8 +3,11 @@
 #include "ops/comm/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "core/error.h"
 
@@ -24,6 +27,14 @@ struct Range {
   int64_t first, last;
 };
 
+// Clusters of two tiles, in tiles of the costs (128 x 256). cuBLASLt takes one of these for a product of these layers,
+// as timelines of H200s show, and fills the multiprocessors wave by wave: 128 x 256, 128 x 320, 192 x 192. Which one is
+// not known here; a division that is good for all of them is taken.
+struct Tile {
+  double rows, cols;
+};
+constexpr Tile kTiles[] = {{2, 1}, {2, 1.25}, {1.5, 1.5}};
+
 class Planner {
  public:
   explicit Planner(const te_comm_problem& problem) : p_(problem), shard_(problem.rows / problem.ranks) {}
@@ -35,7 +46,7 @@ class Planner {
       return plan;
     }
     const bool alone = p_.ranks == 1;
-    const double serial = (alone ? 0 : transfer_us(p_.costs.serial_bytes_per_us)) + gemm_us(p_.rows) + sum_us();
+    const double serial = (alone ? 0 : transfer_us(p_.costs.serial_bytes_per_us)) + whole_us() + sum_us();
     plan.prediction = {TE_COMM_SERIAL, 1, serial, serial};
     runs_ = {p_.rows};
     if (!alone && p_.schedule != TE_COMM_SERIAL) {
@@ -60,16 +71,18 @@ class Planner {
  private:
   // ---- predictions ----
 
-  // The library chooses which side of a tile lies along the rows, so that a run is as long as the worse of both: a run
-  // that fills whole waves of one tile can need a wave more of the other.
-  double gemm_us(int64_t rows) const {
+  double gemm_us(int64_t rows, const Tile& tile) const {
     const te_comm_costs& c = p_.costs;
-    const auto tiles_of = [&](int64_t tile_rows, int64_t tile_cols) {
-      return ceil_div(rows, tile_rows) * ceil_div(p_.cols, tile_cols);
-    };
-    const int64_t tiles = std::max(tiles_of(c.tile_rows, c.tile_cols), tiles_of(c.tile_cols, c.tile_rows));
-    const double tile_us = 2.0 * c.tile_rows * c.tile_cols * double(p_.depth) * c.units / c.flops_per_us;
-    return double(ceil_div(tiles, c.units)) * tile_us + c.launch_us;
+    const int64_t high = std::llround(tile.rows * c.tile_rows), wide = std::llround(tile.cols * c.tile_cols);
+    const int64_t clusters = ceil_div(rows, high) * ceil_div(p_.cols, wide), units = std::max(c.units / 2, 1);
+    const double us = 2.0 * double(high) * double(wide) * double(p_.depth) * units / c.flops_per_us;
+    return double(ceil_div(clusters, units)) * us + c.launch_us;
+  }
+
+  double whole_us() const {
+    double least = INFINITY;
+    for (const Tile& tile : kTiles) least = std::min(least, gemm_us(p_.rows, tile));
+    return least;
   }
 
   double shard_us(double bytes_per_us) const {
@@ -88,8 +101,8 @@ class Planner {
   }
 
   // The time of a run of rows that begins at `from`: longer while rows are being transferred.
-  double run_us(int64_t rows, double from) const {
-    return gemm_us(rows) * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
+  double run_us(int64_t rows, double from, const Tile& tile) const {
+    return gemm_us(rows, tile) * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
   }
 
   double sum_us() const {
@@ -98,13 +111,17 @@ class Planner {
     return bytes / p_.costs.memory_bytes_per_us;
   }
 
-  // The ends of the runs in the division of all rows at these cuts that finishes first; of equal ones that with the
-  // longest last run. The first run has own rows alone. Returns the time.
-  double best_runs(std::vector<int64_t>& ends) const {
+  // Where own rows may be divided, and the ends of shards, in the order of arrival.
+  std::vector<int64_t> cuts() const {
     std::vector<int64_t> cuts{0};
     const int64_t tiles = (shard_ - 1) / p_.costs.tile_rows, step = ceil_div(std::max<int64_t>(tiles, 1), kOwnCuts);
     for (int64_t tile = step; tile <= tiles; tile += step) cuts.push_back(tile * p_.costs.tile_rows);
     for (int32_t rank = 1; rank <= p_.ranks; ++rank) cuts.push_back(rank * shard_);
+    return cuts;
+  }
+
+  // The ends of the runs of the division that finishes first with this tile; the first run has own rows alone.
+  std::vector<int64_t> best_runs(const std::vector<int64_t>& cuts, const Tile& tile) const {
     const size_t n = cuts.size();
     std::vector<double> done(n, 0);
     std::vector<size_t> before(n, 0);
@@ -112,15 +129,49 @@ class Planner {
       done[end] = INFINITY;
       for (size_t start = cuts[end] <= shard_ ? 0 : 1; start < end; ++start) {
         const double from = std::max(done[start], arrival(cuts[end]));
-        const double us = from + run_us(cuts[end] - cuts[start], from);
+        const double us = from + run_us(cuts[end] - cuts[start], from, tile);
         if (us < done[end]) {
           done[end] = us;
           before[end] = start;
         }
       }
     }
+    std::vector<int64_t> ends;
     for (size_t end = n - 1; end != 0; end = before[end]) ends.insert(ends.begin(), cuts[end]);
-    return done[n - 1];
+    return ends;
+  }
+
+  double us_of(const std::vector<int64_t>& ends, const Tile& tile) const {
+    double done = 0;
+    int64_t begin = 0;
+    for (const int64_t end : ends) {
+      const double from = std::max(done, arrival(end));
+      done = from + run_us(end - begin, from, tile);
+      begin = end;
+    }
+    return done;
+  }
+
+  // Of the best divisions of each tile the one that is best for all: its sum over the tiles is the least. Returns its
+  // time with the tile that suits it most, as cuBLASLt takes a suitable one.
+  double best_runs(std::vector<int64_t>& ends) const {
+    const std::vector<int64_t> places = cuts();
+    double best = INFINITY, us = 0;
+    for (const Tile& tile : kTiles) {
+      const std::vector<int64_t> runs = best_runs(places, tile);
+      double sum = 0, least = INFINITY;
+      for (const Tile& other : kTiles) {
+        const double with = us_of(runs, other);
+        sum += with;
+        least = std::min(least, with);
+      }
+      if (sum < best) {
+        best = sum;
+        us = least;
+        ends = runs;
+      }
+    }
+    return us;
   }
 
   // ---- rows ----
@@ -234,6 +285,18 @@ void check_problem(const char* op, const te_comm_problem& p) {
   check_costs(op, "problem.costs", p.costs);
 }
 
+// All that a plan depends on.
+using Key = std::array<double, 18>;
+constexpr size_t kMostKnown = 1024;
+
+Key key_of(const te_comm_problem& p) {
+  const te_comm_costs& c = p.costs;
+  return {double(p.op),          double(p.schedule),    double(p.rows),     double(p.depth), double(p.cols),
+          double(p.ranks),       double(p.rank),        double(p.dtype),    c.flops_per_us,  c.link_bytes_per_us,
+          c.serial_bytes_per_us, c.memory_bytes_per_us, c.launch_us,        c.hop_us,        c.beside,
+          double(c.units),       double(c.tile_rows),   double(c.tile_cols)};
+}
+
 std::string text_of(const te_comm_problem& p, const StepPlan& plan) {
   const te_comm_prediction& prediction = plan.prediction;
   std::string text = concat(kOps[p.op], " ", p.rows, " x ", p.depth, " x ", p.cols, " ", te_dtype_name(p.dtype),
@@ -252,7 +315,14 @@ std::string text_of(const te_comm_problem& p, const StepPlan& plan) {
 
 StepPlan make_plan(const char* op, const te_comm_problem& problem) {
   check_problem(op, problem);
-  return Planner(problem).make();
+  // A plan takes some 50 us, and layers ask for the same few at every call.
+  static std::mutex mutex;
+  static std::map<Key, StepPlan> known;
+  const Key key = key_of(problem);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (known.size() >= kMostKnown) known.clear();
+  return known.emplace(key, Planner(problem).make()).first->second;
 }
 
 }  // namespace te::comm
