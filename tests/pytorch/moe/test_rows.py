@@ -9,6 +9,7 @@ from support import assert_same_bits, randn, saved_tensors
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.moe import MoEMLP
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
 from .cases import FFN, HIDDEN, RECIPES, assert_same_gradients, assert_same_steps, give_main_grads, recipe_of
 from .cases import step as step_of
@@ -133,6 +134,23 @@ def test_with_hooks(where, recipe, device):
     assert_same_steps(step(ours, x, dy, made), step(twin, x, dy, made))
     assert_same_gradients(ours, twin)
     assert seen == [TOKENS if where == "router" else TOKENS * TOPK]
+
+
+def test_a_range_with_hooks(device):
+    ours, twin = both(device, experts=(2, 5))
+    twin.router.register_forward_hook(lambda module, given, result: None)
+    x, dy = draw(device)
+    assert_same_steps(step(ours, x, dy), step(twin, x, dy))
+    assert_same_gradients(ours, twin)
+
+
+def test_a_recomputation_counts_no_cut_rows(device):
+    ours = build(device, capacity_factor=0.1)
+    x, dy = draw(device, tokens=300)
+    reset_split_verdict(device)
+    step(ours, x, dy, call=lambda x: te.checkpoint(ours, x))
+    assert split_verdict(device) == SplitVerdict(0, 300 * TOPK - 128)
+    reset_split_verdict(device)
 
 
 def test_a_hook_may_change_the_routing(device):
