@@ -9,20 +9,17 @@ pages of 64 rows copied tensor by tensor in Triton, and the copy that te.get_cpu
 which moves all rows.
 
 stash_beside: a queue of products, while another stream stores; `lengthened`: the difference, relative to the time of
-the store alone. `host_beside_grouped`: grouped products by own kernels, which leave four multiprocessors to stores into
-host pages. stash_call, reload_call: host time of PagedStash.stash() and reload() of one group. stash_group:
+the store alone. stash_call, reload_call: host time of PagedStash.stash() and reload() of one group. stash_group:
 forward and backward of layers whose groups leave between schedulers; `stash_group_each`: the increment for each group
 that leaves.
 """
 
 import contextlib
 
-import engine_calls
 import torch
 from bench_offload import Way
 from common import Bench, Case, training_step
 
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.stash import PagedStash
 
@@ -240,46 +237,6 @@ def beside(bench, mib, count, host, size, products):
     groups.close()
 
 
-def beside_grouped(bench, mib, experts, rows, hidden, products):
-    """Grouped products of own kernels on this stream, and stores into host pages on another. ours: the products leave
-    four SMs to the stores; own all: they take all."""
-    shape = (f"{mib}MiB",)
-    case = Case("22", "stash_host_beside_grouped", "bf16", shape, "forward", flops=2 * products * rows * hidden**2)
-    if not bench.selects(case):
-        return
-    groups = Groups(bench, mib * MIB, 1, host=True)
-    layer = te.GroupedLinear(experts, hidden, hidden, bias=False, params_dtype=torch.bfloat16, device=bench.device)
-    x, splits = bench.randn(rows, hidden, dtype="bf16"), torch.full((experts,), rows // experts, device=bench.device)
-    side = torch.cuda.Stream(bench.device) if bench.cuda else None
-    all_sms = torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.cuda else 8
-
-    def queue(sms):
-        engine_calls.most_sms(sms)
-        for _ in range(products):
-            layer(x, splits)
-        engine_calls.most_sms(0)
-
-    def both(sms):
-        if side is None:
-            groups.store()
-            return queue(sms)
-        here = torch.cuda.current_stream(bench.device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            groups.store()
-        queue(sms)
-        here.wait_stream(side)
-
-    contenders = {
-        "ours": lambda: both(all_sms - 4),
-        "own all": lambda: both(all_sms),
-        "own products": lambda: queue(all_sms),
-        "own products less": lambda: queue(all_sms - 4),
-    }
-    bench.compare(case, contenders, lambda: ())
-    groups.close()
-
-
 def calls(bench):
     """Host time of one group through PagedStash, each way."""
     shape, widths = (64,), (256,) * 4
@@ -385,7 +342,6 @@ def main():
     else:
         beside(bench, 1, 2, False, 128, 4)
         beside(bench, 1, 1, True, 128, 4)
-    beside_grouped(bench, *((256, 8, 32768, 4096, 4) if bench.cuda else (1, 2, 64, 128, 2)))
     calls(bench)
     groups_of_a_step(bench)
     bench.finish()

@@ -70,11 +70,6 @@ def call(name, *arguments):
         raise RuntimeError(_library.te_last_error().decode())
 
 
-def most_sms(most):
-    """Grouped products by own kernels take no more multiprocessors; 0: all."""
-    call("te_grouped_gemm_sms", ctypes.c_int32(most))
-
-
 def pointer(stream):
     """None on the CPU."""
     return None if stream is None else ctypes.c_void_p(stream.cuda_stream)

@@ -230,8 +230,6 @@ def _memory_and_links():
         yield from _targets("22", f"{op}_call", "bf16", "64x1024", "forward", {"us": 25})  # of the host
     yield from _targets("22", "stash_group_each", "bf16", "64x1024", "forward+backward", {"us": 120})  # of the host
     yield from _targets("22", "stash_beside_lengthened", "bf16", "1024MiB", "forward", {"x own stash": 1 / 0.6})
-    grouped = "stash_host_beside_grouped"  # beside cuBLASLt's products only a copy engine could
-    yield from _targets("22", grouped, "bf16", "256MiB", "forward", {"x own products": 1 / 1.05})
     for way, kept in (("_graph", 0.36), ("_layers", 0.43)):
         yield from _targets(
             "29", f"moe_stash_step{way}", "bf16", "16x4", "forward+backward", {"x own static": 1 / 1.04}
