@@ -1,6 +1,8 @@
 # Checkpoints that Transformer Engine wrote: scales and histories arrive in their columns, whatever form, version and
 # recipe class they were written with, and weights load in any case. Invalid states: test_pickles.py.
 import io
+import sys
+import types
 import warnings
 
 import pytest
@@ -221,3 +223,26 @@ def test_files_travel_under_weights_only(kind, tmp_path):
     layer = a_layer()
     layer.load_state_dict(torch.load(tmp_path / "joined.pt", weights_only=True))
     check_scales(layer.layernorm_mlp, state_of((6, 4), seed=3))
+
+
+def test_states_written_beside_megatron_core(monkeypatch):
+    """Its import replaces the function that pickled tensors name. Mutant: its name refused turns this red."""
+    name = "megatron.core.safe_globals"
+    theirs = sys.modules.get(name) or types.ModuleType(name)
+
+    def safe_load_from_bytes(data):
+        raise AssertionError("called")
+
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = name, "safe_load_from_bytes"
+    monkeypatch.setitem(sys.modules, name, theirs)
+    monkeypatch.setattr(theirs, "safe_load_from_bytes", safe_load_from_bytes, raising=False)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    modules = [te.GroupedLinear(2, 32, 32, device="cpu") for _ in range(2)]
+    with te.autocast(recipe=DelayedScaling()):
+        for module in modules:
+            module(randn(32, 32), [16, 16]).sum().backward()
+    state = modules[0].get_extra_state()
+    assert b"safe_load_from_bytes" in bytes(state.numpy())
+    modules[1].set_extra_state(state)
+    for found, wanted in zip(*map(scales_in, modules[::-1]), strict=True):
+        assert_same_bits(found, wanted)

@@ -14,7 +14,9 @@ import torch
 from transformer_engine.pytorch.quantization.checkpoint.pickles import Machine, Name, Record, Unreadable
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of files that are older than the zip archives
-_REBUILD, _FROM_BYTES = "torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes"
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+# The second: importing megatron-core puts it in the place of the first, so that tensors pickled after that name it.
+FROM_BYTES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
 _BYTES_OF_TEXT = "_codecs.encode"  # protocol 2 writes bytes with it
 _DTYPES = {
     "torch.FloatStorage": torch.float32,
@@ -60,7 +62,7 @@ def read(data: bytes, may_call: Callable[[str], bool]) -> tuple[object, list[Nam
     besides the functions that make tensors. Errors: Unreadable."""
 
     def known(name: str) -> bool:
-        return name in (_REBUILD, _FROM_BYTES, _BYTES_OF_TEXT) or may_call(name)
+        return name in (_REBUILD, *FROM_BYTES, _BYTES_OF_TEXT) or may_call(name)
 
     with _one_error():
         if data[:4] == b"PK\x03\x04":
@@ -131,7 +133,7 @@ def tensor_of(value: object) -> torch.Tensor | None:
         return None
     with _one_error():
         storage, offset, size, stride = value.arguments[:4]
-        if type(storage) is Record and storage.name == _FROM_BYTES:
+        if type(storage) is Record and storage.name in FROM_BYTES:
             storage = read(_bytes(storage.arguments[0]), lambda name: False)[0]
         valid = all(
             type(numbers) is tuple and all(type(n) is int and 0 <= n <= _LARGEST for n in numbers)

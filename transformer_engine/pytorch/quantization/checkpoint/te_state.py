@@ -79,7 +79,8 @@ def _refuse_others(recipe: object, names: list[pickles.Name]) -> None:
     """A recipe may be a client's own class, and name its functions; any other name must be listed."""
     of_recipe = {id(recipe.name), *map(id, recipe.fields().values())} if type(recipe) is pickles.Record else set()
     for name in names:
-        listed = name.startswith((_RECIPES, "torch.", "_codecs.")) or name in pickles.PLAIN or _may_call(name)
+        listed = name.startswith((_RECIPES, "torch.", "_codecs.")) or _may_call(name)
+        listed = listed or name in pickles.PLAIN or name in saved_files.FROM_BYTES
         if not (listed or id(name) in of_recipe):
             raise pickles.Unreadable(f"names {name:.100}")
 
