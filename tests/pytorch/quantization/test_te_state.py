@@ -228,14 +228,14 @@ def test_files_travel_under_weights_only(kind, tmp_path):
 def test_states_written_beside_megatron_core(monkeypatch):
     """Its import replaces the function that pickled tensors name. Mutant: its name refused turns this red."""
     name = "megatron.core.safe_globals"
-    theirs = sys.modules.get(name) or types.ModuleType(name)
+    for package in ("megatron", "megatron.core", name):  # it may be not installed
+        monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or types.ModuleType(package))
 
     def safe_load_from_bytes(data):
         raise AssertionError("called")
 
     safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = name, "safe_load_from_bytes"
-    monkeypatch.setitem(sys.modules, name, theirs)
-    monkeypatch.setattr(theirs, "safe_load_from_bytes", safe_load_from_bytes, raising=False)
+    monkeypatch.setattr(sys.modules[name], "safe_load_from_bytes", safe_load_from_bytes, raising=False)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
     modules = [te.GroupedLinear(2, 32, 32, device="cpu") for _ in range(2)]
     with te.autocast(recipe=DelayedScaling()):
