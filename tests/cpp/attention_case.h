@@ -225,6 +225,18 @@ struct AttentionProblem {
   std::unique_ptr<Buffer<float>> lse, kernel_lse, sink, dsink, workspace;
 };
 
+// Of an out that was poisoned: rows of padding are 0, and nothing else was written.
+template <class T>
+void expect_zero_padding(const AttentionProblem<T>& problem) {
+  const auto values = problem.out->read();
+  const size_t width = size_t(problem.shape.heads * problem.shape.width);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const float value = to_float(values[i]);
+    ASSERT_TRUE(problem.padding[i / width] ? value == 0.f : std::isnan(value)) << i;
+  }
+  EXPECT_TRUE(problem.out->padding_untouched());
+}
+
 template <class F>
 void for_attention_dtypes(F&& f) {
   f(float{});

@@ -149,16 +149,7 @@ TEST(AttentionKernels, ZeroPadding) {
     };
     list.tensors[0] = zeroed(p, 2), list.tensors[2] = zeroed(keys, 4);
     run_blocks(list.tensors[0].blocks + list.tensors[2].blocks, kThreads, 9, [&] { zero_padding_kernel(list); });
-    const auto expect = [](const auto& problem) {
-      const auto values = problem.out->read();
-      const size_t width = size_t(problem.shape.heads * problem.shape.width);
-      for (size_t i = 0; i < values.size(); ++i) {
-        const float value = to_float(values[i]);
-        ASSERT_TRUE(problem.padding[i / width] ? value == 0.f : std::isnan(value)) << i;
-      }
-      EXPECT_TRUE(problem.out->padding_untouched());
-    };
-    expect(p), expect(keys);
+    expect_zero_padding(p), expect_zero_padding(keys);
   }
 }
 

@@ -1,11 +1,13 @@
 # Helpers of the suites of the mixture's modules: recipes, steps, and a twin whose parts run one after the other.
 import copy
 
+import pytest
 import torch
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+from transformer_engine.pytorch.moe import MoEMLP
 
 RECIPES = {
     "none": None,
@@ -14,6 +16,13 @@ RECIPES = {
     "block": R.Float8BlockScaling,
 }
 HIDDEN, FFN = 32, 48
+EXPERTS, TOPK, TOKENS = 6, 2, 37
+BF16 = torch.bfloat16
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def build(device, dtype=BF16, **options):
+    return MoEMLP(HIDDEN, FFN, EXPERTS, TOPK, params_dtype=dtype, device=device, **options)
 
 
 def recipe_of(name):

@@ -14,18 +14,23 @@ from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.moe import MoEMLP
 from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
-from .cases import FFN, HIDDEN, RECIPES, assert_same_gradients, assert_same_steps, give_main_grads, recipe_of
+from .cases import (
+    BF16,
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    TOKENS,
+    TOPK,
+    assert_same_gradients,
+    assert_same_steps,
+    build,
+    every_recipe,
+    give_main_grads,
+    recipe_of,
+)
 from .cases import step as step_of
 
 pytestmark = pytest.mark.usefixtures("fp8_left_off")
-
-EXPERTS, TOPK, TOKENS = 6, 2, 37
-BF16 = torch.bfloat16
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-def build(device, dtype=BF16, **options):
-    return MoEMLP(HIDDEN, FFN, EXPERTS, TOPK, params_dtype=dtype, device=device, **options)
 
 
 def draw(device, dtype=BF16, tokens=TOKENS):

@@ -180,6 +180,20 @@ void check_ids(const char* op, const char* argument, const Tensor& ids, int64_t 
                     TE_PERMUTE_MAX_EXPERTS, " experts, from 0 on.");
 }
 
+// The part of the plan that both row maps have; experts [first, last).
+te_permute_row_map_plan row_map_plan(const char* op, const char* name, const Tensor& ids, const Tensor& token_of_row,
+                                     const Tensor& row_of_pair, const Tensor& offsets, int64_t first) {
+  te_permute_row_map_plan plan{};
+  plan.ids = view_2d(ids, op, name);
+  plan.row_of_pair = view_2d(row_of_pair, op, "row_of_pair");
+  plan.token_of_row = view_2d(token_of_row, op, "token_of_row");
+  plan.offsets = view_2d(offsets, op, "offsets");
+  plan.rows = token_of_row.size(0);
+  plan.first_expert = int32_t(first);
+  plan.last_expert = int32_t(first + offsets.size(0) - 1);
+  return plan;
+}
+
 constexpr const char* kRouting = "permute_routing";
 
 void check_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, const c10::SymInt& rows) {
@@ -208,14 +222,7 @@ Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t fi
   const Tensor token_of_row = at::empty({rows}, ids.options()), row_of_pair = at::empty(ids.sizes(), ids.options());
   const Tensor offsets = at::empty({last - first + 1}, ids.options()), row_probs = at::empty({rows}, values.options());
   const Tensor counts = at::empty({values.size(1)}, ids.options().dtype(at::kLong));
-  te_permute_row_map_plan plan{};
-  plan.ids = view_2d(ids, kRouting, "chosen");
-  plan.row_of_pair = view_2d(row_of_pair, kRouting, "row_of_pair");
-  plan.token_of_row = view_2d(token_of_row, kRouting, "token_of_row");
-  plan.offsets = view_2d(offsets, kRouting, "offsets");
-  plan.rows = rows;
-  plan.first_expert = int32_t(first);
-  plan.last_expert = int32_t(last);
+  te_permute_row_map_plan plan = row_map_plan(kRouting, "chosen", ids, token_of_row, row_of_pair, offsets, first);
   plan.ascending = 1;
   plan.probs = view_2d(values, kRouting, "probs");
   plan.row_probs = view_2d(row_probs, kRouting, "row_probs");
@@ -257,15 +264,8 @@ Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt
   const auto ints = ids.options();
   const Tensor token_of_row = at::empty({rows}, ints), row_of_pair = at::empty(ids.sizes(), ints);
   const Tensor offsets = at::empty({last - first + 1}, ints), panels = at::empty({1}, ints);
-  te_permute_row_map_plan plan{};
-  plan.ids = view_2d(dense_ids, kOp, "ids");
-  plan.row_of_pair = view_2d(row_of_pair, kOp, "row_of_pair");
-  plan.token_of_row = view_2d(token_of_row, kOp, "token_of_row");
-  plan.offsets = view_2d(offsets, kOp, "offsets");
+  te_permute_row_map_plan plan = row_map_plan(kOp, "ids", dense_ids, token_of_row, row_of_pair, offsets, first);
   plan.panels = view_2d(panels, kOp, "panels");
-  plan.rows = rows;
-  plan.first_expert = int32_t(first);
-  plan.last_expert = int32_t(last);
   plan.strict = strict;
   check(te_permute_row_map(&plan, current_stream(ids)));
   return {token_of_row, row_of_pair, offsets, panels};
