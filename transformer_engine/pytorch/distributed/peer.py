@@ -69,7 +69,7 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
             "the same call once before the capture."
         )
     _channels[group, device] = _Meeting(op, group, device)
-    _outlived[:] = [meeting for meeting in _outlived if not meeting.channel.may_end()]
+    _outlived[:] = [meeting for meeting in _outlived if not meeting.channel.can_close()]
 
 
 def _forget(meeting: _Meeting) -> None:
