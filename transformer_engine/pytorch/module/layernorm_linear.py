@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm and a linear layer as one autograd node."""
+"""LayerNormLinear: a norm and a linear layer as one autograd node. csrc/layer/save_rules.cpp decides what it saves."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
 """LayerNormMLP: norm, first product, activation and second product in one autograd node. The activation is not saved.
-csrc/layer/forward.cpp decides what either product saves, and why; quantization/module/weights.py keeps FP8 copies of
-the two weights between calls."""
+csrc/layer/save_rules.cpp decides what either product saves, and why; quantization/module/weights.py keeps FP8 copies
+of the two weights between calls."""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -1,4 +1,5 @@
-// Allocates pages: selects the pages that a call takes and frees, and updates the numbers of the report.
+// Allocates pages: selects the pages that a call takes (plan_store, page_id) and frees (plan_free), and updates the
+// numbers of the report.
 // - A decision is a pure function of the control block and the entry. All blocks of a launch therefore make the same
 //   decision, and the last block writes it to memory. The CPU and CUDA run the same lines, so their page maps are
 //   equal.
