@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import as_peers, here
-from support import refused
+from support import call_op, refused
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.distributed import peer
@@ -196,4 +196,4 @@ def test_an_invalid_tp_comm(packed, words):
     """As a schema carries it."""
     x, weight = torch.randn(4, 8), torch.randn(8, 8)
     with pytest.raises(ValueError, match=re.escape(f"argument 'parallel' has {words}")):
-        torch.ops.te.linear(x, weight, None, False, [], list(packed), "a group")
+        call_op(torch.ops.te.linear.default, x=x, weight=weight, parallel=list(packed), group="a group")

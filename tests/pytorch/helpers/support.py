@@ -151,3 +151,10 @@ def in_threads(count, call):
     if errors:
         raise errors[0]
     return results
+
+
+def call_op(op, **given):
+    """The result of an op's overload; arguments that are not given are False, empty or None. So an option that an op
+    gets later breaks no caller."""
+    empty = {"bool": False, "str": "", "Optional[Tensor]": None, "List[int]": []}
+    return op(*(given[a.name] if a.name in given else empty[str(a.type)] for a in op._schema.arguments))

@@ -5,7 +5,7 @@
 import pytest
 import torch
 from fp8_products import RECIPES, product, spelled_out
-from support import assert_same_bits, assert_within, randn, saved_tensors
+from support import assert_same_bits, assert_within, call_op, randn, saved_tensors
 
 from transformer_engine.pytorch import _C, functional
 
@@ -249,6 +249,7 @@ def test_bad_input(device):
     with pytest.raises(ValueError, match="'bias' has shape"):
         functional.linear(x, weight, bias[:3], quantization=native)
     with pytest.raises(NotImplementedError, match=r"delayed scaling .* torch\.compile"):
-        torch.ops.te.linear(x, weight, bias, False, product("delayed", device).spec)
+        spec = product("delayed", device).spec
+        call_op(torch.ops.te.linear.default, x=x, weight=weight, bias=bias, quantization=spec)
     with pytest.raises(ValueError, match="'quantization' has 3 integers"):
-        torch.ops.te.linear(x, weight, bias, False, [1, 2, 3])
+        call_op(torch.ops.te.linear.default, x=x, weight=weight, bias=bias, quantization=[1, 2, 3])

@@ -12,7 +12,7 @@ from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-from transformer_engine.pytorch import _C
+from transformer_engine.pytorch import _C, functional
 from transformer_engine.pytorch.quantization.recipes.products import plan_of
 from transformer_engine.pytorch.saved.marks import live_rows
 
@@ -108,7 +108,7 @@ def test_two_weights_are_two_linears(kind, rows, bias, frozen, device, by_loop):
     ys, dxs, dws = [], [], []
     for i, part in enumerate((slice(0, cut), slice(cut, rows))):
         one = x[part].clone().requires_grad_()
-        out = _C.linear(one, weights[i], biases[i] if bias else None, False, (None, _quantization(kind), None, None))
+        out = functional.linear(one, weights[i], biases[i] if bias else None, quantization=_quantization(kind))
         mine = [t for t in (weights[i], *biases[i : i + 1]) if t.requires_grad]
         dx, *rest = torch.autograd.grad(out, [one, *mine], dy[part])
         ys.append(out), dxs.append(dx), dws.append(rest)

@@ -139,7 +139,7 @@ def separate_layers(leaves, kind, device, names, biases_apart=False):
     def linear(x, i):
         bias = leaves[f"bias{i}"]
         own = None if biases_apart else bias
-        y = _C.linear(x, leaves[f"weight{i}"], own, False, (None, quantization(), None, None))
+        y = functional.linear(x, leaves[f"weight{i}"], own, quantization=quantization())
         y = y + bias if biases_apart else y
         return y + leaves[f"added{i}"] if f"added{i}" in names else y
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_bits, randn, refused
+from support import assert_same_bits, call_op, randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -302,4 +302,4 @@ def test_targets_that_name_nothing_are_refused(main_grads, targets, words, devic
     x, weight = torch.ones(2, 4, device=device), torch.ones(4, 4, device=device, requires_grad=True)
     grads = [torch.zeros(4, 4, device=device)] * main_grads
     with refused(ValueError, *words):
-        torch.ops.te.linear.main_grad(x, weight, None, False, [], [], "", grads, targets)
+        call_op(torch.ops.te.linear.main_grad, x=x, weight=weight, main_grads=grads, targets=targets)

@@ -4,7 +4,7 @@
 # or an activation that is not quantized again where its values are read (layer_backward), turn these red.
 import pytest
 import torch
-from support import addresses, assert_same_bits, assert_within, randn, refused, rounding, sum_error, wide
+from support import addresses, assert_same_bits, assert_within, call_op, randn, refused, rounding, sum_error, wide
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -337,8 +337,8 @@ def test_integers_that_say_something_else_are_named():
         _C.ProductQuantization(none, none, none, True, True, True, 3)
     spec = plan_of(Float8CurrentScaling(backward_override="dequantized")).quantization.spec
     assert spec[-1] == 2 and len(spec) == 16
-    x = torch.randn(4, 16)
+    x, weight = torch.randn(4, 16), torch.randn(16, 16)
     with refused(ValueError, "linear", "'quantization'", "-1"):
-        torch.ops.te.linear(x, torch.randn(16, 16), None, False, [*spec[:-1], -1])
+        call_op(torch.ops.te.linear.default, x=x, weight=weight, quantization=[*spec[:-1], -1])
     with refused(ValueError, "linear", "'quantization'", "15", "16"):
-        torch.ops.te.linear(x, torch.randn(16, 16), None, False, spec[:-1])
+        call_op(torch.ops.te.linear.default, x=x, weight=weight, quantization=spec[:-1])
