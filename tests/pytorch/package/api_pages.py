@@ -164,7 +164,9 @@ def classes_page(page):
     for name in names:
         found = attrgetter(name)(source)
         parts += [f"## {name}\n", *constructor(found), text_of(found) + "\n"]
-        for method, function in vars(found).items():
+        folder = found.__module__.rpartition(".")[0]
+        own = [base for base in reversed(found.__mro__) if base.__module__.rpartition(".")[0] == folder]
+        for method, function in {name: f for base in own for name, f in vars(base).items()}.items():
             if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
                 parts += [f"### {name}.{method}\n", *arguments(function), text_of(function) + "\n"]
     return "\n".join(parts)

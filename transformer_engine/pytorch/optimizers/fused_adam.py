@@ -4,7 +4,6 @@ No AMSGrad, no sparse gradients."""
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from transformer_engine.pytorch.optimizers.adam_groups import OP, check_group, p
 from transformer_engine.pytorch.optimizers.adam_states import EXP_AVG, EXP_AVG_SQ, MASTER
 from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
+from transformer_engine.pytorch.optimizers.fused_optimizer import FusedOptimizer
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -30,7 +30,7 @@ class _Saved:
         self.state = state
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(FusedOptimizer):
     """m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m / c1) / (sqrt(v / c2) + eps), c = 1 - b^step or 1.
 
     adam_w_mode: weight decay in the update (AdamW), or in the gradient. A group counts its own `step`.
@@ -45,6 +45,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     Parameters without a gradient are skipped. Errors: ValueError naming the mismatch, NotImplementedError for amsgrad;
     weights and states are unchanged then."""
+
+    _op = OP
 
     def __init__(
         self,
@@ -67,23 +69,17 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         refuse_amsgrad(OP, amsgrad)
-        if set_grad_none is not None:
-            warnings.warn(
-                f"{OP}: argument 'set_grad_none' is deprecated, call zero_grad(set_to_none=...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         self.adam_w_mode, self.capturable = bool(adam_w_mode), bool(capturable)
         self.master_weights, self.master_weight_dtype = bool(master_weights), master_weight_dtype
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
-        self.use_decoupled_grad, self.set_grad_none = bool(use_decoupled_grad), set_grad_none
+        self.use_decoupled_grad = bool(use_decoupled_grad)
         self.store_param_remainders = bool(store_param_remainders)
         self._step_supports_amp_scaling = self.capturable
         self._check_options()
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._forget()
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, defaults | {"weight_decay": weight_decay})
+        super().__init__(params, defaults | {"weight_decay": weight_decay}, set_grad_none)
 
     _OPTIONS = (
         "adam_w_mode",
@@ -122,25 +118,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     # ---- groups ----
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            check_group(OP, self.param_groups[-1])
-            if self.capturable:
-                put_on_device(self.param_groups, len(self.param_groups) - 1, self._lrs)
-        except Exception:
-            self.param_groups.pop()
-            raise
+    def _check_added(self) -> None:
+        check_group(OP, self.param_groups[-1])
+        if self.capturable:
+            put_on_device(self.param_groups, len(self.param_groups) - 1, self._lrs)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """set_to_none: gradients become None (the default), not 0; decoupled ones too."""
-        if set_to_none is None:
-            set_to_none = self.set_grad_none is None or self.set_grad_none
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
         if not self.use_decoupled_grad:
             return
         for p in (p for group in self.param_groups for p in group["params"]):
-            if getattr(p, "decoupled_grad", None) is None or set_to_none:
+            if getattr(p, "decoupled_grad", None) is None or self._sets_to_none(set_to_none):
                 p.decoupled_grad = None
             else:
                 p.decoupled_grad = p.decoupled_grad.detach().zero_()

@@ -3,7 +3,6 @@ parameters; no sparse gradients."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from transformer_engine.pytorch.distributed.dtensor import local_grad, local_of
 from transformer_engine.pytorch.functional import optimizer_sgd
 from transformer_engine.pytorch.optimizers.adam_groups import check_has
 from transformer_engine.pytorch.optimizers.adam_states import new_state
+from transformer_engine.pytorch.optimizers.fused_optimizer import FusedOptimizer
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
@@ -32,13 +32,14 @@ class _Lists(NamedTuple):
     buffers: list[torch.Tensor]
 
 
-class FusedSGD(torch.optim.Optimizer):
+class FusedSGD(FusedOptimizer):
     """b = momentum b + (1 - dampening) g, g in a parameter's first step; p -= lr b, with nesterov lr (g + momentum b).
 
     weight_decay is added to g, or, with wd_after_momentum, to the update. materialize_master_grads: for tools of mixed
     precision with masters; it changes nothing here. Arithmetic is float32; buffers have their parameter's dtype.
-    Errors:
-    ValueError naming the mismatch; weights and states are unchanged then."""
+    Errors: ValueError naming the mismatch; weights and states are unchanged then."""
+
+    _op = OP
 
     def __init__(
         self,
@@ -53,30 +54,12 @@ class FusedSGD(torch.optim.Optimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        if set_grad_none is not None:
-            warnings.warn(
-                f"{OP}: argument 'set_grad_none' is deprecated, call zero_grad(set_to_none=...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         self.wd_after_momentum, self.materialize_master_grads = bool(wd_after_momentum), bool(materialize_master_grads)
-        self.set_grad_none = set_grad_none
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"nesterov": nesterov})
+        super().__init__(params, defaults | {"nesterov": nesterov}, set_grad_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """set_to_none: gradients become None (the default), not 0."""
-        if set_to_none is None:
-            set_to_none = self.set_grad_none is None or self.set_grad_none
-        super().zero_grad(set_to_none=set_to_none)
+    def _check_added(self) -> None:
+        _check_group(self.param_groups[-1])
 
     @disable_dynamo
     @torch.no_grad()
