@@ -81,6 +81,7 @@ class GatherChain:
 
     def __init__(self, groups: Sequence[Group], common: Sequence[Group]) -> None:
         self.groups, self.common = list(groups), list(common)
+        self.shares_order = len(self.common) > len(self.groups)  # with groups of other communicators
         self._place = {id(group): i for i, group in enumerate(self.groups)}
         for group, following in zip(self.groups, [*self.groups[1:], None]):
             group.chain, group.next_param_gather_bucket_group = self, following
@@ -95,10 +96,10 @@ class GatherChain:
 
     def start(self, group: Group) -> None:
         """Starts a group ahead of the forward that reads it. Those before it in its own chain are under way."""
-        if len(self.common) == len(self.groups):
-            group.start_param_sync()
-        else:
+        if self.shares_order:
             self.start_up_to(group)
+        else:
+            group.start_param_sync()
 
     def start_first(self) -> None:
         """Starts the first group that is stale, on all ranks after a step: nothing else has to start before it."""
@@ -132,7 +133,7 @@ def gather_for(read: Sequence[Group]) -> None:
     stale = [group for group in read if group.is_stale]
     for group in stale:
         # Of one communicator all gathers before one that is under way have started.
-        if not group.is_gathering or len(group.chain.common) > len(group.chain.groups):
+        if not group.is_gathering or group.chain.shares_order:
             group.chain.start_up_to(group)
     for group in read:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
