@@ -78,6 +78,7 @@
   X(noop_cat)             \
   X(rope)                 \
   X(router)               \
+  X(router_loss)          \
   X(normalization)        \
   X(offload)              \
   X(optimizer)            \
