@@ -39,7 +39,7 @@ def defined(tree):
 
 
 def load(tree):
-    """What a file imports, wherever it does."""
+    """The imports of a file, also those inside of functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
