@@ -15,7 +15,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam
-from transformer_engine.pytorch.verdict import reset_split_verdict, split_gate, split_verdict
+from transformer_engine.pytorch.verdict import watch
 
 BF16 = torch.bfloat16
 # Sums over ranges round each part, and their total, once to bfloat16 (2^-9), beside the sum over a token's experts.
@@ -47,6 +47,7 @@ class Demonstration:
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.args, self.device, self.failed = args, torch.device(args.device), 0
+        self.watch = watch(self.device)
         self.whole = self.layer(None)
         self.x, self.dy = (torch.randn(args.tokens, args.hidden, dtype=BF16, device=self.device) for _ in range(2))
         self.x[:, 0] = 1  # a feature by which a router can prefer experts
@@ -115,7 +116,7 @@ class Demonstration:
     def capacity(self) -> te.MoEMLP:
         experts = (0, self.args.experts // self.args.ranges)
         bounded, free = self.layer(experts, self.args.capacity), self.layer(experts)
-        reset_split_verdict(self.device)
+        self.watch.reset()
         got, want = self.step(bounded), self.step(free)
         even = self.even_rows()
         print(
@@ -123,7 +124,8 @@ class Demonstration:
             f"{self.rows_here(bounded)} in this step, memory for {self.args.capacity} times the even number"
         )
         self.check("with a capacity: the same bits as with memory for all", all(map(torch.equal, got, want)))
-        self.check(f"nothing was cut: {split_verdict(self.device)}", not split_gate(self.device))
+        verdict = self.watch.verdict(wait=True)
+        self.check(f"nothing was cut: {verdict}", verdict.ok and not self.watch.gate())
         return bounded
 
     def even_rows(self) -> float:
@@ -145,8 +147,8 @@ class Demonstration:
             layer.router.weight[: self.args.k, 0] += 64
         before = self.state(layer, optimizer)
         self.train(layer, optimizer)
-        verdict, wanted = split_verdict(self.device), self.rows_here(layer)
-        enough = math.ceil(100 * wanted / self.even_rows()) / 100
+        verdict, wanted = self.watch.verdict(wait=True), self.rows_here(layer)
+        enough = math.ceil(100 * verdict.capacity_factor) / 100
         print(f"every token goes to experts 0 to {self.args.k - 1}: {wanted} rows")
         self.check(f"rows were cut and counted: {verdict}", 0 < verdict.cut < wanted)
         unchanged = all(map(torch.equal, before, self.state(layer, optimizer)))
@@ -156,14 +158,14 @@ class Demonstration:
         changed = not all(map(torch.equal, before, self.state(layer, optimizer)))
         self.check(
             f"with capacity_factor={enough} nothing is cut, and the step is done",
-            changed and split_verdict(self.device).cut == 0,
+            changed and self.watch.verdict(wait=True).ok,
         )
 
     def train(self, layer: te.MoEMLP, optimizer: torch.optim.Optimizer) -> None:
         """One step, which a CUDA graph could capture: the gate stays on the device."""
-        reset_split_verdict(self.device)
+        self.watch.reset()
         self.step(layer)
-        optimizer.found_inf = split_gate(self.device)
+        optimizer.found_inf = self.watch.gate()
         optimizer.step()
 
     def state(self, layer: te.MoEMLP, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -97,7 +97,9 @@ TEST_P(Permute, MapsOfIds) {
                                        {},
                                        {},
                                        {},
-                                       nullptr};
+                                       nullptr,
+                                       nullptr,
+                                       0};
     TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
     std::vector<int32_t> tokens(size_t(s.rows), -1), rows(given.size(), -1), begins{0};
     int32_t row = 0, sum = 0;
@@ -330,8 +332,9 @@ TEST(PermuteContents, Errors) {
   TE_EXPECT_OK(chunks({4, 5}, {1, 0}));
   Buffer<int32_t> ids(kCpu, 1, 2), pairs(kCpu, 1, 2), tokens(kCpu, 1, 2);
   ids.fill({3, 4});
-  te_permute_row_map_plan plan{ids.tensor(), pairs.tensor(), tokens.tensor(), {}, {}, 2, 0, 4, 1, 0, {}, {},
-                               {},           nullptr};
+  te_permute_row_map_plan plan{};
+  plan.ids = ids.tensor(), plan.row_of_pair = pairs.tensor(), plan.token_of_row = tokens.tensor();
+  plan.rows = 2, plan.last_expert = 4, plan.strict = 1;
   expect_error(te_permute_row_map(&plan, nullptr), "te_permute_row_map", "plan.ids", "4 for token 0");
   plan.strict = 0;
   TE_EXPECT_OK(te_permute_row_map(&plan, nullptr));

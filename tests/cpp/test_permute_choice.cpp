@@ -39,8 +39,11 @@ void check_choice(int32_t device, const PermuteShape& s) {
   plan.probs = probs.tensor(), plan.row_probs = row_probs.tensor();
   Buffer<int64_t> counts(device, 1, s.experts);
   Buffer<int32_t> cut(device, 1, 1);
+  Buffer<float> factor(device, 1, 1);
   cut.fill({5});
+  factor.fill({0.25f});
   plan.tokens_per_expert = counts.tensor(), plan.cut = reinterpret_cast<uint32_t*>(cut.data());
+  plan.factor = factor.data(), plan.even = 8;
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   TE_ASSERT_OK(
       te_permute_row_probs_backward(ids.tensor(), row_of_pair.tensor(), drow.tensor(), dprobs.tensor(), nullptr));
@@ -68,6 +71,8 @@ void check_choice(int32_t device, const PermuteShape& s) {
   EXPECT_EQ(row_of_pair.read(), want) << name_of(s);
   EXPECT_EQ(counts.read(), of_each) << name_of(s);
   EXPECT_EQ(cut.read()[0], 5 + lost) << name_of(s);
+  const float wanted = float(row + lost) / 8;
+  EXPECT_EQ(factor.read()[0], lost > 0 && wanted > 0.25f ? wanted : 0.25f) << name_of(s);
   const auto floats = [](const std::vector<P>& read) {
     std::vector<float> all;
     for (const P& value : read) all.push_back(to_float(value));

@@ -64,7 +64,9 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
                                {},
                                {},
                                {},
-                               nullptr};
+                               nullptr,
+                               nullptr,
+                               0};
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   const int pairs = int(s.tokens * s.topk);
   RowMap map{};
@@ -101,8 +103,11 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   plan.probs = probs.tensor(), plan.row_probs = want_probs.tensor();
   Buffer<int64_t> want_counts(kCpu, 1, last), got_counts(kCpu, 1, last);
   Buffer<int32_t> want_cut(kCpu, 1, 1), got_cut(kCpu, 1, 1);
+  Buffer<float> want_factor(kCpu, 1, 1), got_factor(kCpu, 1, 1);
   for (Buffer<int32_t>* cut : {&want_cut, &got_cut}) cut->fill({-20});  // it saturates for some shapes
+  for (Buffer<float>* factor : {&want_factor, &got_factor}) factor->fill({1.5f});
   plan.tokens_per_expert = want_counts.tensor(), plan.cut = reinterpret_cast<uint32_t*>(want_cut.data());
+  plan.factor = want_factor.data(), plan.even = 7;
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   RowMap map{};
   map.ids = ids.data(), map.row_of_pair = got.row_of_pair.data(), map.token_of_row = got.token_of_row.data();
@@ -112,12 +117,14 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   map.row_probs = reinterpret_cast<char*>(got_probs.data());
   map.tokens_per_expert = got_counts.data(), map.all_experts = last;
   map.cut = reinterpret_cast<uint32_t*>(got_cut.data());
+  map.factor = reinterpret_cast<uint32_t*>(got_factor.data()), map.even = plan.even;
   run_blocks(unsigned(blocks + 1), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
   expect_same_bytes(got_probs, want_probs, "probabilities, " + name_of(s));
   expect_same_bytes(got_counts, want_counts, "tokens per expert, " + name_of(s));
   expect_same_bytes(got_cut, want_cut, "cut, " + name_of(s));
+  expect_same_bytes(got_factor, want_factor, "factor, " + name_of(s));
   TE_ASSERT_OK(te_permute_row_probs_backward(ids.tensor(), want.row_of_pair.tensor(), want_probs.tensor(),
                                              want_back.tensor(), nullptr));
   constexpr int kTokens = kMapThreads / kWarp;

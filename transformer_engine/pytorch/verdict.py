@@ -1,8 +1,10 @@
-"""Reports of a device about a step: a mailbox in pinned host memory, read without a sync, and counts of splits that the
-device had to correct."""
+"""Reports of a device about a step: a mailbox in pinned host memory, read without a sync, counts of splits that the
+device had to correct, and a watch over both."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,9 +61,113 @@ def count_splits(op: str, device: torch.device) -> None:
     _counting.add(device)
 
 
+class StepVerdict(NamedTuple):
+    """On a step of a device. negative, cut: as SplitVerdict's. capacity_factor: with which no MoEMLP had cut a row; 0
+    where none did. ok: nothing was negative or cut."""
+
+    step: int
+    negative: int
+    cut: int
+    capacity_factor: float
+
+    @property
+    def ok(self) -> bool:
+        return not (self.negative or self.cut)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"step {self.step} is good."
+        found = f"step {self.step} is bad: {self.negative} sizes of groups were negative, {self.cut} rows were cut"
+        if not self.capacity_factor:
+            return f"{found}."
+        return f"{found}; MoEMLP(capacity_factor={math.ceil(100 * self.capacity_factor) / 100}) holds the rows."
+
+
+_RECORD_BYTES = 20  # int32: step, negative, cut, capacity_factor's bits, step
+
+
+def _report_in(memory: torch.Tensor) -> dict | None:
+    first, negative, cut, factor, last = struct.unpack("=iIIfi", bytes(memory.tolist()))
+    if first < 0 or first != last:  # nothing yet, or half of a copy
+        return None
+    return {"step": first, "negative": negative, "cut": cut, "capacity_factor": factor}
+
+
+class Watch:
+    """The verdicts on the steps of a device, and a gate, without a wait of the host. verdict.watch() makes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._record = _C.split_record(device)
+        self._faults = self._record[1:3]
+        self._steps = torch.tensor([1, 0, 0, 0, 1], dtype=torch.int32, device=device)
+        self._mailbox = Mailbox(device, _RECORD_BYTES, _report_in)
+        self._gate = torch.zeros((), device=device)
+        self._gates: dict[object, torch.Tensor] = {}  # by process group
+
+    def reset(self) -> None:
+        """Starts a step, in order with the current stream: sends the verdict on the last one to the host, and sets the
+        counts to 0. A captured step captures it."""
+        self._post()
+        self._record.mul_(self._steps).add_(self._steps)
+
+    def verdict(self, wait: bool = False) -> StepVerdict | None:
+        """The verdict on the last step whose report has arrived and was not read yet, else None; does not wait. wait:
+        the verdict on the current step, after waiting for the device."""
+        if not wait:
+            report = self._mailbox.read()
+        else:
+            self._post()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            report = self._mailbox.peek()
+        return None if report is None else StepVerdict(**report)
+
+    def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+        """float32 [] on the device: 1 where the step so far has negative sizes or cut rows, else 0. Pass it as the
+        `found_inf` of FusedAdam and torch's fused optimizers, which then skip the step. Each call writes the same
+        tensor. group: the maximum over these ranks in another tensor, by one all-reduce on the device; every rank calls
+        it in each step, also ranks without groups."""
+        self._gate.copy_(self._faults.any())
+        if group is None:
+            return self._gate
+        gate = self._gates.get(group)
+        if gate is None:
+            gate = self._gates[group] = torch.zeros_like(self._gate)
+        gate.copy_(self._gate)
+        torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
+        return gate
+
+    def _post(self) -> None:
+        self._mailbox.memory.view(torch.int32).copy_(self._record, non_blocking=True)
+
+
+_watches: dict[torch.device, Watch] = {}
+
+
+def watch(device: torch.device | str | int | None = None) -> Watch:
+    """The device's Watch, the same one in each call. Its first step begins with the process. From the first call on the
+    gates of the device's PagedStash are up where this one is. Errors: RuntimeError where the first call is inside of a
+    CUDA graph's capture."""
+    device = resolve_device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in _watches:
+        if device.type == "cuda":
+            count_splits("verdict.watch", device)
+        with outside_of_modes():
+            _watches[device] = Watch(device)
+    return _watches[device]
+
+
+def watch_of(device: torch.device) -> Watch | None:
+    """The device's Watch, if there is one."""
+    return _watches.get(device)
+
+
 def split_verdict(device: torch.device | str | int | None = None) -> SplitVerdict:
     """Waits for the device. The counters stay."""
-    return SplitVerdict(*_C.split_counters(resolve_device(device)).tolist())
+    return SplitVerdict(*_C.split_counters(resolve_device(device)).tolist()[:2])
 
 
 def split_gate(device: torch.device | str | int | None = None) -> torch.Tensor:
@@ -72,5 +178,5 @@ def split_gate(device: torch.device | str | int | None = None) -> torch.Tensor:
 
 
 def reset_split_verdict(device: torch.device | str | int | None = None) -> None:
-    """Sets the counts to 0, in order with the current stream."""
+    """Sets the counts to 0, in order with the current stream. A Watch's reset() does so too."""
     _C.split_counters(resolve_device(device)).zero_()

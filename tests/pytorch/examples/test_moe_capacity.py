@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_capacity
+from transformer_engine.pytorch import verdict
 
 TINY = ["--tokens", "256", "--hidden", "32", "--ffn", "32", "--experts", "8", "--k", "2", "--ranges", "4"]
 
@@ -17,9 +18,9 @@ def test_it_shows_what_it_promises(device, capsys):
         "the ranges' gradients of the input add up",
         "16 of 16 gradients of weights have the bits of those of the whole layer",
         "with a capacity: the same bits",
-        "nothing was cut: SplitVerdict(negative=0, cut=0)",
+        "is good.",
         "every token goes to experts 0 to 1: 512 rows",
-        "rows were cut and counted: SplitVerdict(negative=0, cut=256)",  # 1.5 times 128 even rows, in whole 128s
+        "256 rows were cut; MoEMLP(capacity_factor=4.0) holds the rows.",  # 1.5 times 128 even rows, in whole 128s
         "the gate is up",
         "with capacity_factor=4.0 nothing is cut, and the step is done",
     ):
@@ -27,7 +28,7 @@ def test_it_shows_what_it_promises(device, capsys):
 
 
 def test_a_step_that_is_not_skipped_is_reported(device, capsys, monkeypatch):
-    monkeypatch.setattr(moe_capacity, "split_gate", lambda device: torch.zeros((), device=device))
+    monkeypatch.setattr(verdict.Watch, "gate", lambda self: torch.zeros((), device=device))
     assert moe_capacity.main([*TINY, "--device", device]) == 1
     assert "WRONG: the gate is up" in capsys.readouterr().out
 

@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 import torch
-from support import randn
+from support import randn, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as R
+from transformer_engine.pytorch import functional
 
 from .cases import Originals, count, made, report, same
 
@@ -262,6 +263,20 @@ def test_the_plan_counts_panels_and_repeats(recipe, device):
         plan = stash.plan()
         assert plan.live_bytes == stack.live_bytes(sizes)
         assert plan.peak_pages * 128 == agree(stack, stash, sizes)["taken_bytes"]
+
+
+def test_offsets_that_are_written_while_their_group_leaves(device):
+    """The caller's own: their last one is the counter of the rows."""
+    weights = [randn(16, 24, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(2)]
+    x = randn(9, 24, dtype=torch.bfloat16, device=device).requires_grad_()
+    offsets = functional.grouped_offsets(torch.tensor([3, 4], device=device), x)
+    with made(device) as stash:
+        y = stash.pre_schedule(x) * 1
+        with stash.group("a"):
+            y = functional.grouped_linear(y, weights, offsets=offsets)
+        offsets.sub_(1)
+        with refused(RuntimeError, "counter", "'a'", "changed in place"):
+            stash.post_schedule(y)
 
 
 class TestWarning:

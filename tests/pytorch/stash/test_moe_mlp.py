@@ -212,6 +212,30 @@ def test_captured_layer_by_layer(recipe, device):
         assert spilled == {False, True}
 
 
+def begin(*stashes):
+    for stash in stashes:
+        stash.reset()
+
+
+def test_two_stashes_in_one_set(device):
+    """Layers of both, captured together; the schedule of each has its own layers alone."""
+    with made(device, page_bytes=512) as stash, made(device, page_bytes=512) as other:
+        mixture = Mixture(device, "bfloat16", stash)
+        mixture.layers[1].stash = other
+        plain, x = mixture.twin(), mixture.tokens(17)
+        for _ in range(2):
+            begin(stash, other)
+            mixture.step(x)
+        begin(stash, other)
+        te.make_graphed_callables(tuple(mixture.layers), tuple((x.clone().requires_grad_(),) for _ in mixture.layers))
+        for i, live in enumerate(LIVES):
+            x = mixture.tokens(live, seed=i)
+            begin(stash, other)
+            found, _ = mixture.step(x)
+            same(found, plain.step(x)[0])
+            assert [report(one)["groups"] for one in (stash, other)] == [1, 0]
+
+
 def test_a_lost_group(device):
     """The gate is up, nothing is applied, and the step runs again in a larger pool."""
     with made(device, page_bytes=512, device_pages=20, factor=1.0) as stash:

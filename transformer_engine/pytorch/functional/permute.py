@@ -32,7 +32,13 @@ def permute_row_map(
 
 
 def permute_routing(
-    probs: torch.Tensor, chosen: torch.Tensor, experts: tuple[int, int], rows: int, *, count: bool = True
+    probs: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: tuple[int, int],
+    rows: int,
+    *,
+    count: bool = True,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The map by rows of a router's choice, with the probabilities of the rows: (row_probs [rows], token of each row
     [rows], rows of each token [T, k], offsets [experts + 1], tokens of every expert int64 [E]), in one launch.
@@ -41,11 +47,13 @@ def permute_routing(
     of its experts. A pair whose probability is exactly 0 has a place among the rows, but the row has no token and the
     token has no row. Maps as permute_row_map's; row_probs is 0 past the last row. The gradient of probs is 0 where
     there is no row. count: te.verdict.split_verdict() counts the pairs of these experts that `rows` does not hold, as
-    by grouped_offsets(). Saves: chosen and the rows of each token."""
+    by grouped_offsets(), and raises its capacity_factor where there are such pairs. counts: int64 [E], which receives
+    the tokens of every expert in place of a new tensor. Saves: chosen and the rows of each token."""
     args = (probs, chosen, *experts, rows, count)
     if torch.compiler.is_compiling():
-        return torch.ops.te.permute_routing(*args)
-    return _C.permute_routing(*args)
+        *routed, new = torch.ops.te.permute_routing(*args)
+        return (*routed, new if counts is None else counts.copy_(new))
+    return _C.permute_routing(*args, counts)
 
 
 def permute_chunk_map(

@@ -245,6 +245,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _parameters_of(self, names: list[str]) -> tuple[list[torch.Tensor], bool]:
         """The parameters, and whether all are plain: no subclass, and none that a parametrization computes."""
+        if not names:
+            return [], True
         if not torch.compiler.is_compiling():
             found = _C.registered_parameters(self._parameters, names, torch.nn.Parameter)
             if found is not None:  # there may be hundreds, and a module's __getattr__ is slow

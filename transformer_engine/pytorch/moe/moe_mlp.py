@@ -55,13 +55,13 @@ def expert_range(op: str, experts: tuple[int, int] | None, num_experts: int) -> 
 
 
 class _Rows(NamedTuple):
-    """Arguments of the experts; the counts of all experts; and the map of a permutation before them, by which each
-    token's rows are added up after them."""
+    """Arguments of the experts; the counts of all experts, None where the module's buffer has them already; and the map
+    of a permutation before them, by which each token's rows are added up after them."""
 
     inp: torch.Tensor
     probs: torch.Tensor
     splits: torch.Tensor | Splits
-    tokens_per_expert: torch.Tensor
+    tokens_per_expert: torch.Tensor | None
     options: dict[str, object]
     back: torch.Tensor | None = None
 
@@ -78,7 +78,7 @@ class MoEMLP(Composite):
     experts=(first, last): the experts that live here; rows of others are left out, and the results of disjoint ranges
     add up to those of the whole layer. Parameters of a strict range have the mark allreduce=False.
     capacity_factor: memory for round_up(capacity_factor * tokens * topk * (last - first) / num_experts, 128) rows, and
-    no more than there can be; rows past it, of the last experts, are cut, and te.verdict.split_verdict() counts them.
+    no more than there can be; rows past it, of the last experts, are cut, and te.verdict.watch() reports them.
     None: as many as there can be.
     score_function, use_pre_softmax, num_groups, group_topk, scaling_factor, expert_bias, aux_loss_coeff: the router's;
     its logits are float32. activation, activation_params, save_preactivation and the options of weight gradients: the
@@ -205,7 +205,7 @@ class MoEMLP(Composite):
         recomputed = is_recomputed()
         try:
             rows = self._permuted(source, routing, chosen, not recomputed)
-            if not recomputed:  # a recomputation's counts are those of an earlier call
+            if not recomputed and rows.tokens_per_expert is not None:
                 self._keep_counts(rows.tokens_per_expert)
             # Nothing reads a row past the total, so a reload need not write there.
             with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
@@ -220,8 +220,8 @@ class MoEMLP(Composite):
         return y if inp.dim() == 2 else y.view(inp.shape), routing.aux_loss
 
     def _permuted(self, tokens: torch.Tensor, routing: Routing, chosen: torch.Tensor | None, count: bool) -> _Rows:
-        """count: cut rows. Without `chosen` the rows are copies of the tokens by the routing map, which a client's
-        router or hooks may have made."""
+        """count: this call's tokens and cut rows; a recomputation's are those of an earlier call. Without `chosen` the
+        rows are copies of the tokens by the routing map, which a client's router or hooks may have made."""
         op, size = type(self).__name__, self._rows(tokens.shape[0])
         if chosen is None:
             local = slice(self.first_expert, self.last_expert)
@@ -232,9 +232,12 @@ class MoEMLP(Composite):
         if tokens.is_cuda and not torch.compiler.is_compiling():
             count_splits(op, tokens.device)
         experts = (self.first_expert, self.last_expert)
-        probs, *row_map, offsets, counts = functional.permute_routing(routing.probs, chosen, experts, size, count=count)
+        kept = self.tokens_per_expert if count and self.tokens_per_expert.device == tokens.device else None
+        probs, *row_map, offsets, counts = functional.permute_routing(
+            routing.probs, chosen, experts, size, count=count, counts=kept
+        )
         options = {"row_map": tuple(row_map), "keep_rows": self.keep_rows, "sum_rows": True}
-        return _Rows(tokens, probs, Splits(offsets=offsets), counts, options)
+        return _Rows(tokens, probs, Splits(offsets=offsets), counts if kept is None else None, options)
 
     @torch.no_grad()
     def _keep_counts(self, counts: torch.Tensor) -> None:

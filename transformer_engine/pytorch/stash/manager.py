@@ -27,7 +27,7 @@ from transformer_engine.pytorch.stash.schedule import Operation, Schedule, not_l
 from transformer_engine.pytorch.stash.segments import copy_originals
 from transformer_engine.pytorch.stash.snapshot import Snapshot
 from transformer_engine.pytorch.stash.verdict import Verdict, good_verdict, verdict_of
-from transformer_engine.pytorch.verdict import Mailbox
+from transformer_engine.pytorch.verdict import Mailbox, watch_of
 
 MAX_GROWS = 8  # a pool that is too small after these has another fault
 
@@ -70,7 +70,7 @@ class PagedStash(_C.StashCore):
         self._mailbox: Mailbox | None = None  # of the pool
         self._first_step = 0  # number of the pool's first step
         self._gate: torch.Tensor | None = None
-        self._gates: dict[object, torch.Tensor] = {}  # by process group
+        self._gates: dict[object, torch.Tensor] = {}  # by process group or watch
         self._names: list[Hashable] = []  # of the last step's stores
         self.recorded_pages: dict[Hashable, int] = {}  # of each group; filled with low_water
         self._unfinished: list = []  # the last step's trace where it ended early
@@ -198,14 +198,18 @@ class PagedStash(_C.StashCore):
         """float32 [] on the device: 1 where this step has a flag, else 0. Pass it as the `found_inf` of FusedAdam and
         torch's fused optimizers, which then skip the step. It is the same tensor for the life of the stash. group:
         returns the maximum over these ranks in another tensor, by one all-reduce on the device; every rank calls it in
-        each step, also ranks without groups."""
+        each step, also ranks without groups. Where te.verdict.watch() watches the device, it is up where rows were cut,
+        too."""
         self._check_open("gate")
         self._wait_for_replays()
         if self._pool is not None:
             self._pool.join()
         gate = self._own_gate()
+        if (watch := watch_of(self.device)) is not None:
+            own, gate = gate, self._gate_of(watch)
+            torch.maximum(own, watch.gate(), out=gate)
         if group is not None:
-            own, gate = gate, self._gates.setdefault(group, torch.zeros_like(gate))
+            own, gate = gate, self._gate_of(group)
             gate.copy_(own)
             torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
         self._snapshot.restore_scales(gate, None)
@@ -379,6 +383,13 @@ class PagedStash(_C.StashCore):
             with torch.inference_mode(False):
                 self._gate = torch.zeros((), device=self.device)
         return self._gate
+
+    def _gate_of(self, source: object) -> torch.Tensor:
+        """Memory for the gate together with that of a process group, or of a watch."""
+        if source not in self._gates:
+            with torch.inference_mode(False):
+                self._gates[source] = torch.zeros((), device=self.device)
+        return self._gates[source]
 
     def _restore_scales(self) -> None:
         """Restores the scales of the step's start where the gate is up by now."""

@@ -53,6 +53,9 @@ typedef struct te_permute_row_map_plan {
   te_tensor row_probs; /* [1, rows], of the dtype of probs: of each row; 0 beyond the last pair */
   te_tensor tokens_per_expert; /* int64 [1, E], E to TE_PERMUTE_MAX_EXPERTS: pairs of every expert; absent: none */
   uint32_t* cut;               /* on the device, or NULL: += the range's pairs that rows does not hold, saturating */
+  float* factor;               /* on the device, at least 0, or NULL: where rows does not hold the range's pairs, raised
+                                  to their number over `even`, the number of an even choice */
+  float even;                  /* above 0 with factor */
 } te_permute_row_map_plan;
 
 /* The map of ids, and what else a layer over its rows needs. One launch. */

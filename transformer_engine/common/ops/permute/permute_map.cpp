@@ -77,6 +77,9 @@ void row_map(const te_permute_row_map_plan& plan) {
   if (plan.cut != nullptr) {
     *plan.cut = saturating_sum(*plan.cut, uint32_t(std::max<int64_t>(first[size_t(experts)] - plan.rows, 0)));
   }
+  if (plan.factor != nullptr && first[size_t(experts)] > plan.rows) {
+    *plan.factor = std::max(*plan.factor, float(first[size_t(experts)]) / plan.even);
+  }
   count_all(plan);
   std::fill(token_of_row, token_of_row + plan.rows, -1);
   auto* const row_probs = static_cast<char*>(plan.row_probs.data);
@@ -210,6 +213,7 @@ void check_row_map(const te_permute_row_map_plan& plan) {
       bad_argument(kOp, "plan.tokens_per_expert", shape_of(counts), concat("at most ", TE_PERMUTE_MAX_EXPERTS));
     }
   }
+  if (plan.factor != nullptr && !(plan.even > 0)) bad_argument(kOp, "plan.even", plan.even, "above 0");
   if (plan.row_probs.data != nullptr) {
     check_probs(kOp, "plan.probs", plan.probs, ids);
     if (plan.probs.cols < plan.last_expert) {

@@ -51,6 +51,8 @@ void row_map(const te_permute_row_map_plan& plan, te_stream stream) {
   map.tokens_per_expert = static_cast<int64_t*>(plan.tokens_per_expert.data);
   map.all_experts = int32_t(plan.tokens_per_expert.cols);
   map.cut = plan.cut;
+  map.factor = reinterpret_cast<uint32_t*>(plan.factor);
+  map.even = plan.even;
   const int64_t spans = (int64_t(map.pairs) + kLeastSpan - 1) / kLeastSpan;
   const int64_t blocks = std::clamp<int64_t>(spans, 1, kRowMapBlocks);
   map.span = int32_t((spans + blocks - 1) / blocks * kLeastSpan);

@@ -151,7 +151,9 @@ struct RowMap {
   int32_t ascending;
   int64_t* tokens_per_expert;  // null: not wanted; else a block more, which counts
   int32_t all_experts;
-  uint32_t* cut;  // null: not wanted
+  uint32_t* cut;     // null: not wanted, as factor
+  uint32_t* factor;  // the bits of a float, which have the order of floats of at least 0
+  float even;
 
   // Where the row of a pair is written.
   __device__ __forceinline__ int place_of(int pair) const {
@@ -278,9 +280,10 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   for (int e = threadIdx.x; e <= map.experts && map.offsets != nullptr; e += kThreads) map.offsets[e] = cut(e);
   if (threadIdx.x != 0) return;
   if (map.panels != nullptr) *map.panels = panels;
-  if (map.cut != nullptr && first[map.experts] > map.rows) {
-    add_saturating(map.cut, uint32_t(first[map.experts] - map.rows));
-  }
+  const int pairs = first[map.experts];
+  if (pairs <= map.rows) return;
+  if (map.cut != nullptr) add_saturating(map.cut, uint32_t(pairs - map.rows));
+  if (map.factor != nullptr) atomicMax(map.factor, __float_as_uint(float(pairs) / map.even));
 }
 
 // A warp has a token.

@@ -177,6 +177,9 @@ void grouped_wgrad_accumulate_meta(const Tensor& dy, const Tensor& x, const Tens
 
 }  // namespace
 
+// The counters between two numbers of a step, by which a reader sees whether a copy of all is complete.
+constexpr int64_t kRecord = 5;
+
 Tensor split_counters(const at::Device& given) {
   const at::Device device = indexed(given);
   static auto* mutex = new std::mutex;
@@ -185,7 +188,7 @@ Tensor split_counters(const at::Device& given) {
   Tensor& counters = (*all)[{device.type(), device.index()}];
   if (!counters.defined()) {
     const c10::InferenceMode normal(false);  // a tensor made there would be an inference tensor for good
-    counters = at::zeros({2}, at::TensorOptions(device).dtype(at::kUInt32));
+    counters = at::zeros({kRecord}, at::TensorOptions(device).dtype(at::kUInt32)).narrow(0, 1, kRecord - 2);
   }
   return counters;
 }
@@ -323,6 +326,9 @@ TE_OP_REGISTRATION(grouped_gemm, ops) {
       .kernel(grouped_wgrad_accumulate)
       .meta(grouped_wgrad_accumulate_meta);
   ops.python("split_counters", split_counters);
+  ops.python("split_record", [](const at::Device& device) {
+    return split_counters(device).view(at::kInt).as_strided({kRecord}, {1}, 0);
+  });
 }
 
 }  // namespace te_torch

@@ -15,7 +15,8 @@ Tensor grouped_offsets(const Tensor& splits, const Tensor& x, bool count);
 // The same for splits on the host, which add up to fewer than 2^31 rows; on like's device, without a copy.
 Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
 
-// uint32 [2] on a device: negative splits and cut rows since the process began, or since it was zeroed. Made on
+// uint32 [3] on a device: negative splits and cut rows since the process began, or since it was zeroed; and the bits of
+// a float32, the largest number of pairs that a map did not hold over that of an even choice (permute.h), or 0. Made on
 // first use.
 Tensor split_counters(const at::Device& device);
 

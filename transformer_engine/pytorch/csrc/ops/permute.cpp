@@ -129,6 +129,22 @@ struct PermuteGatherFamily {
   }
 };
 
+// Memory of the caller's for the tokens of every expert, which autograd does not see; undefined: none.
+struct CountsInto {
+  Tensor counts;
+};
+
+template <class Mode>
+Routed routed(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, const c10::SymInt& rows,
+              bool count, const Tensor& into) {
+  if constexpr (std::is_same_v<Mode, Direct>) {
+    return Direct::call<permute_routing_into>("te::permute_routing_fwd", probs, chosen, first, last, rows.expect_int(),
+                                              count, into);
+  } else {
+    return Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
+  }
+}
+
 // The probabilities of the rows alone have a gradient.
 struct RoutingFamily {
   static constexpr const char* kName = "permute_routing";
@@ -139,12 +155,14 @@ struct RoutingFamily {
 
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& probs, const Tensor& chosen,
-                               int64_t first, int64_t last, const c10::SymInt& rows, bool count) {
+                               int64_t first, int64_t last, const c10::SymInt& rows, bool count,
+                               const CountsInto& into) {
     state = {probs.sym_size(1)};
-    auto [row_probs, token_of_row, row_of_pair, offsets, counts] =
-        Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
+    const auto [row_probs, token_of_row, row_of_pair, offsets, counts] =
+        routed<Mode>(probs, chosen, first, last, rows, count, into.counts);
     save.keep(kIds, chosen, kChosenInfo);
     save.keep(kMap, row_of_pair, kMapInfo);
+    if (into.counts.defined()) return {row_probs, token_of_row, row_of_pair, offsets};  // no output of the node
     return {row_probs, token_of_row, row_of_pair, offsets, counts};
   }
 
@@ -159,11 +177,13 @@ struct RoutingFamily {
 
 using Two = std::tuple<Tensor, Tensor>;
 
-Routed routed_of(const variable_list& out) { return {out[0], out[1], out[2], out[3], out[4]}; }
+Routed routed_of(const variable_list& out, const Tensor& into) {
+  return {out[0], out[1], out[2], out[3], into.defined() ? into : out[4]};
+}
 
 Routed routing_autograd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
                         bool count) {
-  return routed_of(Node<RoutingFamily, Dispatched>::run(probs, chosen, first, last, rows, count));
+  return routed_of(Node<RoutingFamily, Dispatched>::run(probs, chosen, first, last, rows, count, CountsInto{}), {});
 }
 
 Routed routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
@@ -172,15 +192,17 @@ Routed routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t fir
 }
 
 // Called by Python in eager mode, like those below.
-Routed routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count, bool count) {
+Routed routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count, bool count,
+               const OptionalTensor& counts) {
   const c10::SymInt rows(row_count);
-  if (must_dispatch({&probs, &chosen})) {
-    return Dispatched::call<routing_autograd>("te::permute_routing", probs, chosen, first, last, rows, count);
+  const CountsInto into{counts.value_or(Tensor())};
+  if (must_dispatch({&probs, &chosen, pointer_to(counts)})) {
+    Routed out = Dispatched::call<routing_autograd>("te::permute_routing", probs, chosen, first, last, rows, count);
+    if (into.counts.defined()) std::get<4>(out) = into.counts.copy_(std::get<4>(out));
+    return out;
   }
-  if (!needs_graph({&probs})) {
-    return Direct::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
-  }
-  return routed_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows, count));
+  if (!needs_graph({&probs})) return routed<Direct>(probs, chosen, first, last, rows, count, into.counts);
+  return routed_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows, count, into), into.counts);
 }
 
 Two permute_autograd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,

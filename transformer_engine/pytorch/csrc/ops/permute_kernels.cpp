@@ -207,6 +207,14 @@ void check_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int
   TORCH_CHECK_VALUE(rows >= 0, kRouting, ": argument 'rows' is ", rows, ", wanted at least 0.");
 }
 
+void check_counts(const Tensor& into, const Tensor& probs) {
+  TORCH_CHECK_VALUE(into.dim() == 1 && into.size(0) == probs.size(1) && into.scalar_type() == at::kLong &&
+                        into.is_contiguous() && into.device() == probs.device() && !into.requires_grad(),
+                    kRouting, ": argument 'counts' is ", into.scalar_type(), " ", into.sizes(), " of strides ",
+                    into.strides(), " on ", into.device(), ", wanted contiguous Long [", probs.size(1), "] on ",
+                    probs.device(), ".");
+}
+
 void check_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair) {
   check_dim(grad, kRouting, "grad", 1, "[rows]");
   check_integers(chosen, kRouting, "chosen", at::kInt, grad);
@@ -216,19 +224,30 @@ void check_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& r
 
 Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
                            c10::SymInt row_count, bool count) {
-  check_routing(probs, chosen, first, last, row_count);
-  const int64_t rows = row_count.expect_int();
+  return permute_routing_into(probs, chosen, first, last, row_count.expect_int(), count, Tensor());
+}
+
+Routed permute_routing_into(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t rows,
+                            bool count, const Tensor& into) {
+  check_routing(probs, chosen, first, last, rows);
+  if (into.defined()) check_counts(into, probs);
   const Tensor ids = chosen.contiguous(), values = rows_of(probs);
   const Tensor token_of_row = at::empty({rows}, ids.options()), row_of_pair = at::empty(ids.sizes(), ids.options());
   const Tensor offsets = at::empty({last - first + 1}, ids.options()), row_probs = at::empty({rows}, values.options());
-  const Tensor counts = at::empty({values.size(1)}, ids.options().dtype(at::kLong));
+  const Tensor counts = into.defined() ? into : at::empty({values.size(1)}, ids.options().dtype(at::kLong));
   te_permute_row_map_plan plan = row_map_plan(kRouting, "chosen", ids, token_of_row, row_of_pair, offsets, first);
   plan.ascending = 1;
   plan.probs = view_2d(values, kRouting, "probs");
   plan.row_probs = view_2d(row_probs, kRouting, "row_probs");
   plan.tokens_per_expert = view_2d(counts, kRouting, "tokens_per_expert");
-  if (count) plan.cut = static_cast<uint32_t*>(split_counters(ids.device()).mutable_data_ptr()) + 1;
+  if (count) {
+    auto* const counters = static_cast<uint32_t*>(split_counters(ids.device()).mutable_data_ptr());
+    plan.cut = counters + 1;
+    plan.even = float(ids.numel()) * float(last - first) / float(values.size(1));
+    if (plan.even > 0) plan.factor = reinterpret_cast<float*>(counters + 2);
+  }
   check(te_permute_row_map(&plan, current_stream(ids)));
+  if (into.defined()) note_written(into);
   return {row_probs, token_of_row, row_of_pair, offsets, counts};
 }
 
