@@ -145,8 +145,7 @@ def checkpoint(
 
     Tensors may be anywhere in args, kwargs and the result: in tuples, lists and dicts too.
     use_reentrant: torch's two ways. If no argument requires a gradient, the reentrant way would give the parameters
-    none,
-      so the other one is used. Backward through the reentrant one takes no `inputs`.
+      none, so the other one is used. Backward through the reentrant one takes no `inputs`.
     get_rng_state_tracker: () -> a tracker whose states the function may draw from (CudaRNGStatesTracker or one with its
       get_states and set_states).
     context_fn, determinism_check, debug: torch's, without use_reentrant.
@@ -155,8 +154,7 @@ def checkpoint(
     preserve_rng_state: False leaves the random states as they are at the second run, which draws other numbers then; it
       saves time if the function draws nothing.
     Random states: the CPU's, CUDA's on the inputs' devices and the current one, and the tracker's are set for the
-    second
-      run to their values of the first, and restored after it.
+      second run to their values of the first, and restored after it.
     In a CUDA graph's capture: the non-reentrant way is used, and the function may draw no random numbers.
     Errors: ValueError for arguments that exclude each other; NotImplementedError inside a CUDA graph's capture for a
       function that draws random numbers.

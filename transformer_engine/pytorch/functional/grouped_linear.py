@@ -45,8 +45,7 @@ def grouped_linear(
     own; with a scale for each group, FP8 sums of offsets and of splits of small groups restart every 128 products).
     Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features]
     each. Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers).
-    own_weights:
-    FP8 copies of the weights. keep_input: as linear.
+    own_weights: FP8 copies of the weights. keep_input: as linear.
     Errors: ValueError naming the argument; with offsets on CUDA NotImplementedError for float32, and for quantizations
     that differ from group to group in more than their state, or are written in Python.
     """
