@@ -1,9 +1,11 @@
 # Gates in C++: a product that adds to main_grad itself counts its weight before the node's next product runs, and only
 # where autograd brings nothing more. The fake reduces what was there when a reduction started: one that starts early
 # loses gradients.
+import concurrent.futures
 import contextlib
 import copy
 import sys
+import threading
 
 import pytest
 import torch
@@ -213,6 +215,63 @@ def test_a_node_that_fails_between_its_products(monkeypatch):
         assert not comm.in_flight()
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_backward_after_one_that_failed_without_a_new_step(monkeypatch, unused):
+    """The first one has counted fc2_weight, whose bucket is being reduced."""
+    module = mlp()
+    ddp = wrapped(monkeypatch, FakeCommunicator(), module, find_unused_parameters=unused, **OVERLAPPED)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(x_of()).sum().backward()
+        ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
+    with failing(module.fc1_weight), pytest.raises(ZeroDivisionError):
+        ddp(x_of()).sum().backward()
+    with refused(RuntimeError, "'fc2_weight'", "more often than in the first step"):
+        ddp(x_of()).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, OVERLAPPED])
+def test_a_new_step_drops_products_that_wait_for_backward_dw(monkeypatch, options):
+    module, found = Uses("delayed"), []
+    ddp = wrapped(monkeypatch, FakeCommunicator(), module, **options)
+    for left in (False, True):
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            if left:
+                ddp(x_of(1)).sum().backward()
+                ddp.zero_grad_buffer()
+            run(module, ddp, x_of())
+            ddp.finish_grad_sync()
+            found.append(module.layer.weight.main_grad.clone())
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+class Meeting(torch.nn.Parameter):
+    """Two threads meet where a gate reads its marks."""
+
+    meeting = None
+
+    @property
+    def grad_added_to_main_grad(self):
+        if self.meeting is not None:
+            self.meeting.wait(10)
+        raise AttributeError
+
+
+def test_two_backwards_at_once_lose_nothing(monkeypatch):
+    module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    module.weight = weight = Meeting(torch.ones(WIDTH, WIDTH))
+    ddp = wrapped(monkeypatch, FakeCommunicator(), module, **OVERLAPPED)
+    ddp.zero_grad_buffer()
+    weight.meeting = threading.Barrier(2)
+    with ddp.no_sync(), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        losses = [ddp(torch.full((1, WIDTH), float(value))).sum() for value in (1, 2)]
+        for done in [pool.submit(loss.backward) for loss in losses]:
+            done.result()
+    assert (weight.main_grad == 3.0).all() and weight.grad is None
+
+
 def test_a_product_too_many(monkeypatch):
     module = Uses("reentrant")
     ddp = wrapped(monkeypatch, FakeCommunicator(), module, **OVERLAPPED)
@@ -311,3 +370,21 @@ def test_a_reduction_waits_for_the_streams_of_its_products(monkeypatch):
         assert {group.state.name for group in ddp.bucket_groups} == {"IN_FLIGHT" if step else "ACCUMULATING"}
         ddp.finish_grad_sync()
         assert all((p.main_grad == 4.0).all() for p in module.parameters()), f"step {step}"
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_autograd_is_added_after_a_product_on_another_stream(monkeypatch):
+    """Of one weight: autograd orders no stream after that of the product, whose gradient is none."""
+    layer, side = te.Linear(WIDTH, WIDTH, **{**FUSED, "device": "cuda"}), torch.cuda.Stream()
+    ddp = wrapped(monkeypatch, FakeCommunicator(), layer, overlap_grad_reduce=True)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        x = torch.ones(4, WIDTH, device="cuda")
+        y = F.linear(x, layer.weight)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = Slow.apply(layer(x))
+        torch.cuda.current_stream().wait_stream(side)
+        (y.sum() + z.sum()).backward()
+        ddp.finish_grad_sync()
+        assert (layer.weight.main_grad == 8.0).all(), f"step {step}"

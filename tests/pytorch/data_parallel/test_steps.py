@@ -145,3 +145,34 @@ def test_a_gather_starts_before_the_next_group_is_stepped(monkeypatch):
         optimizer.step()
         assert comm.seen == [[2], [1, 2], [0, 1, 2]]  # the last bucket is that of the first layer
         assert len(comm.in_flight()) == 3
+
+
+def test_a_forward_waits_for_each_of_its_groups(monkeypatch):
+    """One of them is whole already."""
+    comm, layer = FakeCommunicator(), torch.nn.Linear(16, 16)
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ddp = fake.wrapped(monkeypatch, comm, layer, bucket_size=1, **options)
+    for p, other in ((layer.weight, layer.bias), (layer.bias, layer.weight)):
+        ddp.reset_param_sync_dispatch_state()
+        ddp.param_to_bucket_group[p].start_param_sync(force_sync=True)
+        assert ddp.param_to_bucket_group[other].is_stale
+        ddp(torch.ones(1, 16))
+        assert not any(group.is_stale for group in ddp.bucket_groups) and not comm.in_flight()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1,)])
+def test_parameters_without_dimensions_or_elements(shape):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.weight = (torch.nn.Parameter(torch.ones(each, device=here())) for each in (shape, (4,)))
+
+        def forward(self, x):
+            return (self.weight * x).sum() + 2.0 * self.scale.sum()
+
+    ddp = DistributedDataParallel(Config(overlap_grad_reduce=True, use_distributed_optimizer=True), Scaled())
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(4, device=here())).backward()
+        ddp.finish_grad_sync()
+        assert (ddp.module.scale.main_grad == 2.0).all() and (ddp.module.weight.main_grad == 1.0).all()

@@ -1,5 +1,6 @@
 # Data parallelism together with compiled layers, recomputation, and a weight that a product accumulates itself and that
 # is used plainly too. One process: collectives are those of one rank, hooks and counts are the same.
+import contextlib
 import copy
 import gc
 import pickle
@@ -7,10 +8,15 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import here
 from support import refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from transformer_engine.pytorch.data_parallel import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+)
 
 from .fake import FakeCommunicator, ladder, wrapped
 
@@ -81,6 +87,33 @@ def test_recomputation(reentrant):
         assert torch.equal(module.once.weight.main_grad, once.grad)
     count = ddp.param_to_bucket_group[module.again.weight].expected[module.again.weight]
     assert count == (2 if reentrant else 1)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_graphs_by_layer_train_as_eager_layers(sharded):
+    """Captured after the wrapping; gradients are counted in the replays, and reduced during the backward."""
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        options = {"device": here(), "fuse_wgrad_accumulation": True}
+        module = torch.nn.Sequential(*(te.LayerNormMLP(32, 64, **options) for _ in range(3)))
+        ddp = DistributedDataParallel(
+            DistributedDataParallelConfig(use_distributed_optimizer=sharded, **OVERLAPPED), module
+        )
+        optimizer = DistributedOptimizer(te.optimizers.FusedAdam(module.parameters()), ddp, clip_grad=0.5)
+        if graphed:
+            samples = tuple((torch.ones(8, 32, device=here(), requires_grad=i > 0),) for i in range(3))
+            te.make_graphed_callables(tuple(module), samples)
+        for step in range(3):
+            optimizer.zero_grad()
+            for number, context in enumerate((ddp.no_sync(), contextlib.nullcontext())):
+                with context:
+                    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * step + number))
+                    ddp(x.to(here())).square().mean().backward()
+            assert states(ddp) == ({"IN_FLIGHT"} if step else {"ACCUMULATING"})
+            norm = optimizer.step()
+        found.append([norm, *(p.detach().clone() for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class FusedAndPlain(torch.nn.Module):

@@ -66,6 +66,12 @@ class ParamAndGradBuffer:
         self.slots = {params[slot.param]: slot for slot in layout.slots}
         for param, slot in self.slots.items():
             self._place(param, slot.start, slot.end)
+        # Of parameters that are not held in FP8: the main_grad, and the address of the data if that is in the buffer.
+        self._given = {
+            p: (p.main_grad, None if self.param_data is None else p.data_ptr())
+            for p in self.slots
+            if not fp8_weights.is_fp8(p)
+        }
         self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
         self._grad_bytes = self.grad_data.untyped_storage().nbytes()
 
@@ -88,8 +94,12 @@ class ParamAndGradBuffer:
 
     def moved(self, param: torch.nn.Parameter) -> str | None:
         """How a parameter differs from the state that this buffer gave it, or None."""
-        start = self.slots[param].start
         grad = getattr(param, "main_grad", None)
+        if param in self._given:  # one comparison in place of several for nearly all
+            own_grad, address = self._given[param]
+            if grad is own_grad and (address is None or param.data_ptr() == address):
+                return None
+        start = self.slots[param].start
         if not isinstance(grad, torch.Tensor):
             return "has no main_grad any more"
         if grad.data_ptr() != self.grad_data.data_ptr() + start * self.grad_data.element_size() and param.numel():

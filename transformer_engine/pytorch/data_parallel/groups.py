@@ -278,6 +278,14 @@ class BucketGroup:
     def is_gathering(self) -> bool:
         return self._gathers is not None
 
+    def is_whole(self) -> bool:
+        """Whether the current stream may read the weights: nothing is to be gathered or waited for."""
+        if self._gathers is not None or self.version != self._gathered_version:
+            return False
+        if self._gathered is None or self._gathered.event is None:
+            return True
+        return current_raw_stream(self.device) in self._ordered_streams
+
     def note_step(self) -> None:
         """This rank's shards were written: the weights are stale until they are gathered."""
         if self._gathers is not None:

@@ -17,13 +17,17 @@ from transformer_engine.pytorch.data_parallel.groups import BucketGroup, has_par
 from transformer_engine.pytorch.data_parallel.order import gather_for
 
 
-def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]) -> list[_C.GradGate]:
-    """A gate for each parameter; those of delayed weight gradients count at the end of their module's backward_dw()."""
+def gates_of(
+    module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup]
+) -> tuple[list[_C.GradGate], list[torch.nn.Module]]:
+    """A gate for each parameter, and the modules that keep delayed weight gradients: those gates count at the end of
+    their module's backward_dw()."""
     delayed = {param for param in group_of if getattr(param, "skip_backward_post_hook", False)}
     gates = {
         param: _C.GradGate(param, param.main_grad, group, group.counts, group.number_of[param], param in delayed)
         for param, group in group_of.items()
     }
+    parts = []
     for part in module.modules():
         register = getattr(part, "register_wgrad_accumulation_and_reduce_hooks", None)
         if register is None:
@@ -31,7 +35,9 @@ def gates_of(module: torch.nn.Module, group_of: dict[torch.Tensor, BucketGroup])
         own = [gates[p] for p in part.parameters(recurse=False) if p in delayed]
         if own:
             register(_after_backward_dw([weakref.ref(gate) for gate in own]))
-    return list(gates.values())
+            if hasattr(part, "drop_backward_dw"):  # frameworks' own modules may lack it
+                parts.append(part)
+    return list(gates.values()), parts
 
 
 def _after_backward_dw(gates: Sequence[weakref.ref[_C.GradGate]]) -> Callable[[], None]:
@@ -116,13 +122,22 @@ def _groups(params: Iterable[torch.Tensor], group_of: dict[torch.Tensor, BucketG
 
 
 def _before_forward(groups: Sequence[BucketGroup], chained: bool) -> Callable[..., None]:
-    @disable_dynamo
-    def hook(*_: object) -> None:
+    @disable_dynamo  # breaks a graph that is traced; costs more than all else here
+    def wait() -> None:
         if chained:
             gather_for(groups)
             return
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def hook(*_: object) -> None:
+        if torch.compiler.is_compiling():
+            wait()
+            return
+        for group in groups:
+            if not group.is_whole():
+                wait()
+                return
 
     return hook
 

@@ -108,7 +108,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._timeline: Timeline | None = None
         self._make_groups(plan, 1.0 if calculate_per_token_loss else 1.0 / self._comm.size, disable_bucketing)
         self._hooks = WeightHooks(module, self.param_to_bucket_group)
-        self._hooks.gates += gates_of(module, self.param_to_bucket_group)
+        gates, self._delayed = gates_of(module, self.param_to_bucket_group)
+        self._hooks.gates += gates
         weakref.finalize(self, self._hooks.remove_gates).atexit = False
         for p in plan.params:
             _hooks_of[p] = weakref.ref(self._hooks)
@@ -400,6 +401,8 @@ class DistributedDataParallel(torch.nn.Module):
             p.grad = None  # of a backward that was refused or ended before the gate
             if hasattr(p, "grad_added_to_main_grad"):
                 p.grad_added_to_main_grad = False
+        for part in self._delayed:  # a backward_dw() of a step that was left would come first in the next one
+            part.drop_backward_dw()
         for buffer in self._all_buffers:
             if buffer.has_memory():
                 buffer.reset()

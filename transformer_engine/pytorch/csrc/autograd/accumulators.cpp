@@ -142,6 +142,13 @@ bool is_last_edge(torch::autograd::Node& accumulator) {
   return arrived == task->not_ready_.end() || !arrived->second.buffer[0].defined();
 }
 
+Tensor take_grad(const Tensor& leaf) {
+  const NodePtr node = impl::try_get_grad_accumulator(leaf);
+  std::unique_lock<std::mutex> lock;
+  if (node != nullptr) lock = std::unique_lock<std::mutex>(Locked::of(*node));
+  return std::exchange(leaf.mutable_grad(), Tensor());
+}
+
 // The C++ counterpart is needs_input_grad(); Python's flag of that name is set in the forward alone.
 std::vector<size_t> unwanted(const std::vector<Tensor>& leaves) {
   std::vector<size_t> found;

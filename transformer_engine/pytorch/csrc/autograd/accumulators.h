@@ -16,6 +16,9 @@ bool all_leaves_wanted();  // whether unwanted() is empty for any leaves
 // runs after that node, with the node's gradient or none.
 bool is_last_edge(torch::autograd::Node& accumulator);
 
+// The .grad of a leaf, which is none from then on. A backward of another thread adds to it before that or after it.
+Tensor take_grad(const Tensor& leaf);
+
 // Called at the end of a node's backward with the gradients of its edges: runs the AccumulateGrad nodes of leaves at
 // once and removes their edges, as autograd's engine takes longer for each node than the node itself.
 // - Only where the result is the same: the graph is not retained, all gradients are needed, and the leaf has no hooks,

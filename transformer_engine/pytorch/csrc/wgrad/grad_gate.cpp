@@ -3,18 +3,24 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
 
 #include "autograd/accumulators.h"
 #include "core/held_object.h"
 #include "wgrad/main_grad_python.h"
 #include "wgrad/ready_counts.h"
+#include "wgrad/turns.h"
 
 namespace te_torch {
 
@@ -26,6 +32,25 @@ namespace impl = torch::autograd::impl;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
 
+c10::Stream stream_of(const Tensor& t) { return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()); }
+
+// Streams of a GPU on which products were added to a main_grad.
+class ProductStreams {
+ public:
+  void add(const c10::Stream& stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+  }
+  c10::SmallVector<c10::Stream, 2> all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return streams_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  c10::SmallVector<c10::Stream, 2> streams_;
+};
+
 // The calls of a gate. group: a BucketGroup of Python, whose methods start the reduction or raise.
 struct Target {
   std::shared_ptr<ReadyCounts> counts;
@@ -34,6 +59,7 @@ struct Target {
   size_t bytes;     // of the gradients' storage, while it has memory
   bool is_delayed;  // backward_dw() counts: autograd is there before it, with nothing or with another gradient
   std::shared_ptr<PyObject> group;
+  std::unique_ptr<ProductStreams> products = std::make_unique<ProductStreams>();
 
   void call(const char* method, const Tensor* parameter) const {
     const pybind11::gil_scoped_acquire gil;
@@ -46,14 +72,29 @@ struct Target {
   // The gradient into main_grad, and out of .grad.
   void take(const Tensor& parameter) const {
     if (!counts->accumulates.load() || main_grad.storage().nbytes() < bytes) call("check_accumulates", &parameter);
-    Tensor& grad = parameter.mutable_grad();
+    const Tensor grad = take_grad(parameter);
     if (!grad.defined()) return;
-    if (grad.layout() != at::kStrided) call("refuse_layout", &parameter);
-    if (adds(parameter)) {
-      const at::NoGradGuard no_grad;
-      Tensor(main_grad).add_(grad);
+    if (grad.layout() != at::kStrided) {
+      parameter.mutable_grad() = grad;  // for the error
+      call("refuse_layout", &parameter);
     }
-    grad.reset();
+    if (!adds(parameter)) return;
+    wait_for_products();
+    const at::NoGradGuard no_grad;
+    const Turns turn({{main_grad, 0, false}});
+    Tensor(main_grad).add_(grad);
+  }
+
+  // Autograd orders no stream after one whose gradient is none: that of a product.
+  void wait_for_products() const {
+    if (main_grad.is_cpu()) return;
+    const c10::Stream current = stream_of(main_grad);
+    for (const c10::Stream& stream : products->all()) {
+      if (stream == current) continue;
+      c10::Event event(stream.device_type());
+      event.record(stream);
+      event.block(current);
+    }
   }
 
   // A dummy stands for a gradient that is in main_grad; frameworks that wait for it say so by these marks.
@@ -79,7 +120,7 @@ struct Target {
   void after_accumulation(const Tensor& parameter) const {
     if (is_delayed) {
       if (parameter.grad().defined()) take(parameter);
-    } else if (!counts->come_ahead(number)) {
+    } else if (!counts->come_ahead(number, torch::autograd::get_current_graph_task_id())) {
       count(parameter);
     } else if (parameter.grad().defined()) {
       take(parameter);
@@ -196,10 +237,12 @@ void notify_gate(const Tensor& parameter, te_stream stream, bool brings_more) {
   const auto target = gate_on(*node, alone);
   if (target == nullptr) return;
   target->counts->note_producer(stream);
+  if (!parameter.is_cpu()) target->products->add(stream_of(parameter));
   // Of gradients that would be lost the accumulator's hook raises.
   if (brings_more || !alone || target->is_delayed || !target->counts->accumulates.load()) return;
   if (parameter.grad().defined() || !is_last_edge(*node)) return;
-  target->act(target->counts->count_ahead(target->number, stream), parameter);
+  const int backward = torch::autograd::get_current_graph_task_id();
+  target->act(target->counts->count_ahead(target->number, stream, backward), parameter);
 }
 
 void register_grad_gate(py::module_& m) {

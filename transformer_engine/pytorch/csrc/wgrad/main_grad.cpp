@@ -13,6 +13,7 @@
 #include "core/held_object.h"
 #include "wgrad/grad_gate.h"
 #include "wgrad/main_grad_python.h"
+#include "wgrad/turns.h"
 
 namespace te_torch {
 
@@ -26,33 +27,6 @@ bool fits(const Tensor& main_grad, const Tensor& weight) {
          (main_grad.scalar_type() == at::kFloat || main_grad.scalar_type() == weight.scalar_type()) &&
          (main_grad.numel() == 0 || main_grad.storage().nbytes() != 0);
 }
-
-// Locks for additions to one main_grad from several threads. Striped, so that no parameter needs a lock; a product
-// takes all its locks together, in one order for all threads.
-class Turns {
- public:
-  explicit Turns(const std::vector<WeightTarget>& targets) {
-    for (const WeightTarget& target : targets) {
-      if (target.out.defined()) stripes_.push_back(reinterpret_cast<uintptr_t>(target.out.data_ptr()) / 256 % kLocks);
-    }
-    std::sort(stripes_.begin(), stripes_.end());
-    stripes_.erase(std::unique(stripes_.begin(), stripes_.end()), stripes_.end());
-    for (const size_t stripe : stripes_) locks()[stripe].lock();
-  }
-  ~Turns() {
-    for (const size_t stripe : stripes_) locks()[stripe].unlock();
-  }
-  Turns(const Turns&) = delete;
-  Turns& operator=(const Turns&) = delete;
-
- private:
-  static constexpr size_t kLocks = 64;
-  static std::array<std::mutex, kLocks>& locks() {
-    static auto* all = new std::array<std::mutex, kLocks>;
-    return *all;
-  }
-  c10::SmallVector<size_t, 4> stripes_;
-};
 
 // Sets of Python that receive the ids of weights whose gradients are added to main_grad. Changed under the GIL; the
 // count is for threads without it.

@@ -40,17 +40,18 @@ ReadyCounts::Outcome ReadyCounts::count(size_t number, te_stream stream) {
   return counted(number, stream);
 }
 
-ReadyCounts::Outcome ReadyCounts::count_ahead(size_t number, te_stream stream) {
+ReadyCounts::Outcome ReadyCounts::count_ahead(size_t number, te_stream stream, int backward) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!overlaps_ || !is_last_microbatch.load()) return Outcome::kWaits;
-  ++ahead_[number];
+  ahead_.emplace_back(number, backward);
   return counted(number, stream);
 }
 
-bool ReadyCounts::come_ahead(size_t number) {
+bool ReadyCounts::come_ahead(size_t number, int backward) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (ahead_[number] == 0) return false;
-  --ahead_[number];
+  const auto found = std::find(ahead_.begin(), ahead_.end(), std::pair(number, backward));
+  if (found == ahead_.end()) return false;
+  ahead_.erase(found);
   return true;
 }
 
@@ -71,7 +72,7 @@ void ReadyCounts::begin() {
   } else {
     left_ = expected_;
   }
-  std::fill(ahead_.begin(), ahead_.end(), 0);
+  ahead_.clear();
   total_ = std::accumulate(left_.begin(), left_.end(), int64_t{0});
   last_ = 0;
   is_counted_ = is_held_back_ = false;

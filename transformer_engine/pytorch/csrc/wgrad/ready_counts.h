@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace te_torch {
@@ -19,18 +20,14 @@ class ReadyCounts {
   // overlaps: whether reductions start inside a backward. may_be_unused: whether a parameter may be ready more or less
   // often than in the first step. has_streams: whether gradients are made on streams of a GPU.
   ReadyCounts(size_t parameters, bool overlaps, bool may_be_unused, bool has_streams)
-      : overlaps_(overlaps),
-        may_be_unused_(may_be_unused),
-        has_streams_(has_streams),
-        left_(parameters),
-        ahead_(parameters) {}
+      : overlaps_(overlaps), may_be_unused_(may_be_unused), has_streams_(has_streams), left_(parameters) {}
 
   // A gradient of the parameter was added to its main_grad by work on that stream.
   Outcome count(size_t number, te_stream stream);
-  // The same for what autograd's accumulator of the parameter would report later in this backward: come_ahead() gives
-  // true once for it.
-  Outcome count_ahead(size_t number, te_stream stream);
-  bool come_ahead(size_t number);
+  // The same for what autograd's accumulator of the parameter would report later in that backward, which autograd has
+  // numbered: come_ahead() gives true once for it. A backward that raises before leaves it behind.
+  Outcome count_ahead(size_t number, te_stream stream, int backward);
+  bool come_ahead(size_t number, int backward);
   // The group's reduction waits for that stream.
   void note_producer(te_stream stream);
 
@@ -59,7 +56,8 @@ class ReadyCounts {
   const bool overlaps_, may_be_unused_, has_streams_;
   mutable std::mutex mutex_;
   std::vector<int64_t> expected_;  // empty: to be measured
-  std::vector<int64_t> left_, ahead_;
+  std::vector<int64_t> left_;
+  std::vector<std::pair<size_t, int>> ahead_;  // parameter, backward
   int64_t total_ = 0, last_ = 0;
   bool is_counted_ = false, is_held_back_ = false;
   std::vector<te_stream> streams_;
