@@ -14,10 +14,9 @@ ddp.timeline(), beside the last reduction and the first gather alone; by group, 
 gathers start group by group. Collectives are those of all buckets at once, beside torch.distributed's. Memory is the
 peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a parameter; data_parallel_memory_lean keeps
 remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth is the peak of a step after
-hundreds, beside that of the first. data_parallel_gate is the host's time of a gate beyond its addition: a backward that
-brings nothing to some thousand parameters, less the same without a wrapper. Layouts of ten thousand parameters are
-planned without memory. The third line's environment variable, read at a process's start, names its steps and waits.
-On a CPU wanted: data_parallel_whole <= 1.05 x `torch ddp`, a layout <= 0.2 s."""
+hundreds, beside that of the first. The third line's environment variable, read at a process's start, names its steps
+and waits. bench_data_parallel_host.py has the host's costs. On a CPU wanted: data_parallel_whole <= 1.05 x `torch
+ddp`."""
 
 import contextlib
 import gc
@@ -36,14 +35,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.data_parallel.communicator import Done
-from transformer_engine.pytorch.data_parallel.layout import ParamSpec, buffer_layouts
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 STACKS = {"cuda": (4, 4096, 14336, 4096), "cpu": (4, 256, 704, 256)}  # layers, hidden, FFN, tokens of a rank
 HOST = {"cuda": (32, 256, 256, 16), "cpu": (8, 64, 64, 16)}
 CALLS = {"cuda": 5, "cpu": 10}
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
-PARAMETERS, GATES = 10_000, 2000
 GROWTH = {"cuda": 500, "cpu": 50}  # steps
 CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
 
@@ -284,6 +281,8 @@ def memory(bench, shape):
     case = case_of(bench, "memory", shape)
     if not bench.selects(case) or not bench.cuda:
         return
+    gc.collect()  # of what earlier cases left
+    time.sleep(1)  # NCCL's thread lets go of the tensors of its last collectives
     x, peaks = inputs(bench, shape), {}
     before = torch.cuda.memory_allocated()
     for name, make in {"fsdp2": fsdp2, "ours": ours, "own lean": own_lean}.items():
@@ -296,7 +295,7 @@ def memory(bench, shape):
         peaks[name] = (bench.memory() - before) / 2**20
         del run
         gc.collect()
-        time.sleep(1)  # NCCL's thread lets go of the tensors of its last collectives
+        time.sleep(1)
         left = torch.cuda.memory_allocated() - before
         bench.say(f"  {name}: {left} bytes are left after it")
     layers, hidden, ffn, _ = shape
@@ -304,41 +303,6 @@ def memory(bench, shape):
     lean = {"ours": peaks.pop("own lean"), "fsdp2": peaks["fsdp2"], "law": weights * (6 + 6 / bench.ranks)}
     bench.record(case, peaks | {"law": weights * (6 + 12 / bench.ranks)}, "MiB")
     bench.record(case_of(bench, "memory_lean", shape), lean, "MiB")
-
-
-class Nothing(torch.autograd.Function):
-    """Brings no gradient to its parameters, as a node that adds to main_grad itself."""
-
-    @staticmethod
-    def forward(ctx, *parameters):
-        ctx.count = len(parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return (None,) * ctx.count
-
-
-def gates(bench):
-    case = case_of(bench, "gate", (GATES,), "fp32", flops=GATES)
-    if not bench.selects(case):
-        return
-    plain, wrapped = (torch.nn.ParameterList(torch.zeros(8, device=bench.device) for _ in range(GATES)) for _ in "ab")
-    ddp = wrap(wrapped, overlap_grad_reduce=True)
-
-    def microseconds(parameters):
-        loss = Nothing.apply(*parameters)
-        begin = time.perf_counter()
-        loss.backward()
-        return 1e6 * (time.perf_counter() - begin) / GATES
-
-    times = []
-    for _ in range(100):
-        ddp.zero_grad_buffer()
-        times.append((microseconds(wrapped), microseconds(plain)))
-        ddp.finish_grad_sync()
-    least = [tuple(map(min, zip(*times[i : i + 10]))) for i in range(0, 100, 10)]
-    bench._write(case, {"ours": [max(own - without, 1e-3) for own, without in least]}, "us")
 
 
 def growth(bench, shape):
@@ -363,20 +327,6 @@ def growth(bench, shape):
     bench.record(case, {"ours": peak(), "own first": first}, "MiB")
 
 
-def layouts(bench):
-    """The host's time to plan ten thousand parameters: no tensor is made."""
-    case = case_of(bench, "layout", (PARAMETERS,), "fp32", flops=PARAMETERS)
-    if not bench.selects(case):
-        return
-    specs = [ParamSpec(f"p{i}", 40960, torch.bfloat16, torch.float32) for i in range(PARAMETERS)]
-    samples = []
-    for _ in range(bench.rounds):
-        begin = time.perf_counter()
-        buffer_layouts(specs, sharded=True, ranks=bench.ranks, expert_ranks=bench.ranks)
-        samples.append(1e6 * (time.perf_counter() - begin))
-    bench._write(case, bench.largest({"ours": samples}), "us")
-
-
 def main():
     bench = RankBench(__doc__)
     stack, host = STACKS[bench.device.type], HOST[bench.device.type]
@@ -384,8 +334,6 @@ def main():
     waits(bench, stack, by_group=False)
     waits(bench, stack, by_group=True)
     if not CONNECTIONS:
-        layouts(bench)
-        gates(bench)
         memory(bench, stack)
         growth(bench, host)
         compare(bench, case_of(bench, "host", host), EVERY, host=True)

@@ -315,8 +315,15 @@ def _data_parallel():
     bounds = {"x fsdp2": 1 / 0.5, "x torch ddp": 1 / 1.15}
     yield from _targets("D", "data_parallel_host", "bf16", host, "step", bounds, two)
     yield from _targets("D", "data_parallel_growth", "bf16", host, "step", {"x own first": 1 / 1.001}, two)
-    yield from _targets("D", "data_parallel_gate", "fp32", "2000", "step", {"us": 0.5}, two)
-    yield from _targets("D", "data_parallel_layout", "fp32", "10000", "step", {"us": 200_000}, two)
+    yield from _targets("D", "data_parallel_host_graphs", "bf16", host, "step", {"x own eager": 1 / 0.5}, two)
+    for op, dtype, shape, bound in (
+        ("gate", "fp32", "2000", 0.5),
+        ("pre_hook", "fp32", "1000", 1.2),
+        ("group", "fp32", "32x16x4096", 60 + 16),
+        ("fp8_weight", "fp8", "16x256x256x256", 5),
+        ("layout", "fp32", "10000", 200_000),
+    ):
+        yield from _targets("D", f"data_parallel_{op}", dtype, shape, "step", {"us": bound}, two)
     yield from _targets("D", "data_parallel_whole", "fp32", "4x256x704x256", "step", {"x torch ddp": 1 / 1.05}, "cpux2")
 
 

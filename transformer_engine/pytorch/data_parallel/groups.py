@@ -279,7 +279,7 @@ class BucketGroup:
         return self._gathers is not None
 
     def is_whole(self) -> bool:
-        """Whether the current stream may read the weights: nothing is to be gathered or waited for."""
+        """Whether the current stream may read the weights: they are gathered, and it waits for that already."""
         if self._gathers is not None or self.version != self._gathered_version:
             return False
         if self._gathered is None or self._gathered.event is None:

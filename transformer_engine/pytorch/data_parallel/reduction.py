@@ -119,13 +119,15 @@ class _OrderedSum:
         if data.is_cuda:  # they were allocated on the stream of the backward
             for each in (self.received, self.sent):
                 each.record_stream(torch.cuda.current_stream(data.device))
-        parts = self.received.view(comm.size, -1)
-        total = parts[0].to(torch.promote_types(data.dtype, torch.float32), copy=True)
-        for part in parts[1:]:
+        parts, own = self.received.view(comm.size, -1), self.sent.view(comm.size, -1)[comm.rank]
+        is_narrow = data.dtype.itemsize < 4
+        total = parts[0].float().add_(parts[1]) if is_narrow else torch.add(parts[0], parts[1], out=own)
+        for part in parts[2:]:
             total.add_(part)
         if factor != 1.0:
             total.mul_(factor)
-        self.sent.view(comm.size, -1)[comm.rank].copy_(total)
+        if is_narrow:
+            own.copy_(total)
         self.received = None
 
     def _share(self) -> None:
