@@ -5,11 +5,14 @@ from ranks import here
 from support import refused
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.data_parallel import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
 )
+from transformer_engine.pytorch.data_parallel.norm import clip_factor
+from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
 from . import fake
 from .fake import FakeCommunicator, ladder
@@ -176,3 +179,35 @@ def test_parameters_without_dimensions_or_elements(shape):
         ddp(torch.ones(4, device=here())).backward()
         ddp.finish_grad_sync()
         assert (ddp.module.scale.main_grad == 2.0).all() and (ddp.module.weight.main_grad == 1.0).all()
+
+
+@SHARDS
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, Float8CurrentScaling])
+def test_both_directions_of_fp8_weights_are_stepped(recipe, sharded):
+    with te.quantized_model_init(True, recipe(), preserve_high_precision_init_val=True):
+        layer = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device=here())
+    ddp, optimizer = wrapped(
+        layer, lambda params: te.optimizers.FusedAdam(params, lr=0.1, master_weights=True), sharded
+    )
+
+    def columns():
+        return layer.weight.get_data_tensors(rowwise_data=True, columnwise_data=True)[1].clone()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        with te.autocast(recipe=recipe()):
+            ddp(torch.ones(32, 256, dtype=torch.bfloat16, device=here(), requires_grad=True)).sum().backward()
+        before = columns()
+        optimizer.step()
+        stepped = columns()
+        post_all_gather_processing([layer.weight])
+        assert torch.equal(stepped, columns()) and not torch.equal(stepped, before)
+
+
+def test_the_factor_of_a_small_norm_is_that_of_torch():
+    gradient = torch.nn.Parameter(torch.zeros(1))
+    for norm in (0.0, 1e-6, 3e-6, 1.0):
+        gradient.grad = torch.full((1,), norm)
+        torch.nn.utils.clip_grad_norm_([gradient], 1e-6)
+        factor = clip_factor(torch.tensor(norm), 1e-6, None)
+        torch.testing.assert_close(factor * norm, gradient.grad)
