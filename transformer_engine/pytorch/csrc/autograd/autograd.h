@@ -119,7 +119,7 @@ struct Node : torch::autograd::Function<Node<Family, Mode>> {
     TORCH_CHECK(held.leaf_nodes.empty(), Family::kName,
                 ": a backward through this graph failed while it added gradients to .grad, and a part of the graph "
                 "was freed; run forward again.");
-    if constexpr (kManyLeaves) held.leaves.give(tensors);
+    if constexpr (kManyLeaves) held.leaves.give(Family::kName, tensors);
     const NamedTensors saved(std::move(tensors), held.labels);
     const probe::Label label(held.module);
     variable_list out = Family::template backward<Mode>(held.state, Wanted(ctx, held.slots), saved, grads);

@@ -30,16 +30,16 @@ void SavedLeaves::take(std::vector<at::Tensor>& tensors) {
   tensors = std::move(left);
 }
 
-void SavedLeaves::give(std::vector<at::Tensor>& tensors) const {
-  TORCH_CHECK(!released_,
-              "a backward through this graph failed after this node, and a part of the graph was freed; run forward "
+void SavedLeaves::give(const char* op, std::vector<at::Tensor>& tensors) const {
+  TORCH_CHECK(!released_, op,
+              ": a backward through this graph failed after this node, and a part of the graph was freed; run forward "
               "again.");
   if (leaves_.empty()) return;
   std::vector<at::Tensor> all(tensors.size() + leaves_.size());
   for (const Leaf& leaf : leaves_) {
     const uint32_t version = leaf.tensor.unsafeGetTensorImpl()->version_counter().current_version();
-    TORCH_CHECK(version == leaf.version,
-                "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+    TORCH_CHECK(version == leaf.version, op,
+                ": one of the variables needed for gradient computation has been modified by an inplace operation: [",
                 leaf.tensor.toString(), " ", leaf.tensor.sizes(), "] is at version ", version, "; expected version ",
                 leaf.version, " instead. Write to parameters between a backward and the next forward.");
     all[leaf.index] = leaf.tensor;

@@ -12,8 +12,8 @@ class SavedLeaves {
  public:
   // Moves leaves out of the tensors to save, unless saved-tensor hooks are active. Called once, in the forward.
   void take(std::vector<at::Tensor>& tensors);
-  // Puts them back. Raises, as autograd does, where one was modified in place since.
-  void give(std::vector<at::Tensor>& tensors) const;
+  // Puts them back. Raises, as autograd does, where one was modified in place since. op: in the error.
+  void give(const char* op, std::vector<at::Tensor>& tensors) const;
   // Called in the backward: releases them as autograd does with its own, unless the graph is retained.
   void end_with_graph();
 
