@@ -1,5 +1,7 @@
 """DotProductAttention over packed sequences, forward and backward, against torch's varlen_attn and its attention of the
-padded batch (targets.py case 31); the same with a sink; host time at a small size.
+padded batch (targets.py case 31); the same with a sink; host time at a small size. Batches: with a sink, beside none;
+heads of 192 and 128 beside torch's backends; what chunked attention takes beside inputs and results; a Llama-3-8B layer
+whose batch is half padding beside the same without.
 
 Tokens of 16 sequences with lengths like 1 / i, causal, one cu_seqlens tensor for both sides, max_seqlen given. Flops:
 2 * 2 l^2 / 2 * heads * head_dim a sequence of l tokens and direction, three times for forward and backward; those of
@@ -8,6 +10,7 @@ padding are not counted."""
 import torch
 import torch.nn.functional as F
 from common import Bench, Case
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_engine.pytorch as te
 
@@ -16,6 +19,8 @@ GPU = ("bf16", 16384, 16, 32, 8, 128)
 GPU_SINK = ("bf16", 8192, 16, 64, 8, 64)
 CPU = ("fp32", 512, 4, 4, 2, 32)
 SMALL = ("bf16", 256, 4, 4, 2, 64)
+STEP = "forward+backward"
+BACKENDS = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 def zipf(tokens, sequences):
@@ -109,12 +114,99 @@ def host(bench, size):
         bench.compare_host(case, {name: step(run) for name, run in made.items()}, lambda: packs.inputs(grad=True))
 
 
+# ---- batches ----
+
+
+def batch_inputs(bench, tokens, heads, groups, dims, batch=1):
+    counts = ((heads, dims[0]), (groups, dims[0]), (groups, dims[1]), (heads, dims[1]))
+    made = [bench.randn(batch, tokens, n, width, dtype="bf16", grad=True) for n, width in counts]
+    return *made[:3], made[3].detach().flatten(-2)
+
+
+def core(heads, groups, dims, **options):
+    options = {"qkv_format": "bshd", "attn_mask_type": "causal", **options}
+    return te.DotProductAttention(heads, dims, groups, **options)
+
+
+def by_backend(backend):
+    def run(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(-2)
+
+    return run
+
+
+def batch_sink(bench, tokens=8192, heads=64, groups=8, head=64):
+    """Beside the same without a sink."""
+    flops = 3 * 2 * tokens * tokens * heads * head
+    case = Case("31", "attention_sink", "bf16", (tokens, heads + groups, head), STEP, flops=flops)
+    if bench.selects(case):
+        made = {"own vanilla": core(heads, groups, head)}
+        made = {"ours": core(heads, groups, head, softmax_type="learnable", device=bench.device), **made}
+        make = lambda: batch_inputs(bench, tokens, heads, groups, (head, head))  # noqa: E731
+        bench.compare(case, {name: step(run) for name, run in made.items()}, make)
+
+
+def two_widths(bench, tokens=8192, heads=16, dims=(192, 128)):
+    case = Case("31", "attention", "bf16", (tokens, heads, *dims), STEP, flops=3 * tokens * tokens * heads * sum(dims))
+    if bench.selects(case):
+        made = {"ours": core(heads, heads, dims), **{name: by_backend(one) for name, one in BACKENDS.items()}}
+        make = lambda: batch_inputs(bench, tokens, heads, heads, dims)  # noqa: E731
+        bench.compare(case, {name: step(run) for name, run in made.items()}, make)
+
+
+def chunked_peak(bench, tokens=8192, heads=32, groups=8, head=128):
+    """MiB beside inputs, result and gradients."""
+    case = Case("31", "chunked_attention_peak", "bf16", (tokens, heads + groups, head), "keeps")
+    if bench.selects(case):
+        run = core(heads, groups, head)
+        q, k, v, d = batch_inputs(bench, tokens, heads, groups, (head, head))
+        for _ in range(2):
+            q.grad = k.grad = v.grad = None
+            start = torch.cuda.memory_allocated(bench.device)
+            torch.cuda.reset_peak_memory_stats(bench.device)
+            run(q, k, v, softcap=30.0).backward(d)
+        results = sum(t.nbytes for t in (q, k, v, d))
+        peak = torch.cuda.max_memory_allocated(bench.device) - start - results
+        bench.record(case, {"ours": peak / 2**20}, "MiB")
+
+
+def half_padding(bench, tokens=4096, hidden=4096, ffn_hidden=14336, heads=32, groups=8):
+    """Two sequences; the layer's products do not leave the padding out, as their peer's do not."""
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm", "activation": "swiglu"}
+    options |= {"bias": False, "params_dtype": torch.bfloat16, "attn_input_format": "bshd", "num_gqa_groups": groups}
+    weights = hidden * (2 * hidden + 2 * hidden * groups // heads + 3 * ffn_hidden)
+    flops = 6 * 2 * tokens * weights + 3 * 2 * 2 * tokens * tokens * hidden
+    case = Case("31", "transformer_layer_half_padding", "bf16", (2, tokens, hidden), STEP, flops=flops)
+    if not bench.selects(case):
+        return
+    lengths = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=bench.device)
+    told = {"ours": {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}, "own causal": {}}
+    made = {}
+    for name, call in told.items():
+        mask = "padding_causal" if call else "causal"
+        layer = te.TransformerLayer(hidden, ffn_hidden, heads, self_attn_mask_type=mask, **options).to(bench.device)
+
+        def run(x, d, layer=layer, call=call):
+            x.grad = None
+            layer.zero_grad()
+            layer(x, **call).backward(d)
+
+        made[name] = run
+    make = lambda: [bench.randn(2, tokens, hidden, dtype="bf16", grad=grad) for grad in (True, False)]  # noqa: E731
+    bench.compare(case, made, make)
+
+
 def main():
     bench = Bench(__doc__)
     packed(bench, GPU if bench.cuda else CPU)
     if bench.cuda:
         sink(bench, GPU_SINK)
         host(bench, SMALL)
+        for case in (batch_sink, two_widths, chunked_peak, half_padding):
+            case(bench)
     bench.finish()
 
 

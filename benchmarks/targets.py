@@ -180,6 +180,10 @@ def _layer():
     bounds = {"x torch varlen": 1 / 1.02, "x torch padded": 1 / 0.6}
     yield from _targets("31", "packed_attention", "bf16", "16384x40x128", step, bounds)
     yield from _targets("31", "packed_attention_sink", "bf16", "8192x72x64", step, {"x own vanilla": 1 / 1.2})
+    yield from _targets("31", "attention_sink", "bf16", "8192x72x64", step, {"x own vanilla": 1 / 1.2})
+    yield from _targets("31", "attention", "bf16", "8192x16x192x128", step, {"x torch cudnn": 1 / 1.01})
+    yield from _targets("31", "chunked_attention_peak", "bf16", "8192x40x128", "keeps", {"MiB": 256})
+    yield from _targets("31", "transformer_layer_half_padding", "bf16", "2x4096x4096", step, {"x own causal": 1 / 1.03})
     yield from _targets("25", "cross_entropy", "bf16", "4096x128256", step, {"us": 620})
     head = "8192x4096x128256"
     for op in ("linear_cross_entropy", "linear_cross_entropy_own_dtype"):
@@ -206,6 +210,8 @@ def _host():
     yield from _targets("H", "linear", "bf16", "16x256x256", "forward", {f"x {EAGER}": 1 / 1.15})
     yield from _targets("H", "linear", "bf16", "16x256x256", step, {f"x {EAGER}": 1 / 1.1})
     yield from _targets("H", "layernorm_mlp", "bf16", mlp, step, {f"x {EAGER}": 1 / 0.7})
+    # 80 us more than torch's node, which takes 400
+    yield from _targets("H", "packed_attention", "bf16", "256x6x64", step, {"x torch varlen": 400 / 480})
     for recipe in RECIPES:
         yield from _targets("H", f"linear_{recipe}", "fp8", "16x256x256", step, {f"x {EAGER}": 1 / 2.2})
         yield from _targets("H", f"layernorm_mlp_{recipe}", "fp8", mlp, step, {f"x {EAGER}": 1 / 1.3})

@@ -77,3 +77,19 @@ def test_alibi_matches_plain(device, mask, seqs, slopes):
     bias = bias.to(dtype)
     visible = by_hand(mask, seqs, lengths=lengths)
     check(te.DotProductAttention(HEADS, HEAD), qkv(device, dtype, seqs=seqs), arguments, visible, bias=lambda: bias)
+
+
+def test_what_is_added_has_the_precision_of_the_scores(device):
+    """A bias in 16 bits before the scale, slopes in float32."""
+    tensors, seqs = qkv(device, torch.float64, seqs=(7, 9)), (7, 9)
+    module, scale = te.DotProductAttention(HEADS, HEAD, softmax_scale=0.3, attn_mask_type="no_mask"), 0.3
+    narrow, slopes = torch.randn(1, HEADS, *seqs, device=device).bfloat16(), torch.rand(HEADS, device=device) / 3
+    distance = torch.arange(9, device=device) - torch.arange(7, device=device)[:, None] - 2
+    for kind, given, bias in (
+        ("pre_scale_bias", {"core_attention_bias": narrow}, narrow.double() * scale),
+        ("alibi", {"alibi_slopes": slopes}, -slopes.double()[:, None, None] * distance.abs()),
+    ):
+        got = module(*tensors, core_attention_bias_type=kind, **given).unflatten(-1, (HEADS, HEAD))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in tensors)
+        wanted = torch.softmax(scale * q @ k.transpose(-1, -2) + bias, -1) @ v
+        torch.testing.assert_close(got.permute(1, 2, 0, 3), wanted, rtol=1e-12, atol=1e-12)

@@ -171,6 +171,29 @@ def test_views_of_any_alignment(device):
         assert_same_bits(attention(q, k, v, **given)[0], got[0])
         for ours, wanted in zip(got, gradients(lambda *t: attention(*t, **given)[0], inputs), strict=True):
             assert_same_bits(ours, wanted)
+    odd = [torch.randn(49 * 4 * 32 + 1, device=device).bfloat16()[1:].view(49, 4, 32) for _ in range(3)]
+    assert_same_bits(attention(*odd, **given)[0], attention(*(t.clone() for t in odd), **given)[0])
+
+
+@pytest.mark.parametrize("by", ["flash", "chunked"])
+def test_the_sinks_gradient_of_any_strides(device, by):
+    packed, sink = Packed([9, 40]), torch.tensor([0.5, -2.0, 3.0, 1.0], device=device)
+    tensors, given = packed.tensors(4, 2, 32, 32, torch.bfloat16, device), packed.arguments(device)
+    out = attention(*tensors, kernel=by, sink=sink.requires_grad_(), **given)[0]
+    wide = torch.randn(49, 32, 4, device=device).bfloat16().transpose(1, 2)
+    results = []
+    for dout in (wide, wide[:, :1].expand_as(out), wide[:1].expand_as(out)):
+        for given_out in (dout, dout.contiguous()):
+            results += torch.autograd.grad(out, sink, given_out, retain_graph=True)
+    for got, wanted in zip(results[::2], results[1::2], strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_more_sequences_than_its_grid_has(device):
+    starts = torch.zeros(65537, dtype=torch.int32, device=device)
+    q, call = torch.randn(3, 2, 8, device=device).bfloat16(), {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    with refused(ValueError, "attention", "'flash'", "65535", "65536", "kernel='chunked'"):
+        attention(q, q, q, max_seqlen_q=0, max_seqlen_kv=0, **call)
 
 
 def test_opcheck(device):

@@ -1,6 +1,8 @@
 # A batch by the kernel flash of te::attention: sinks, windows, widths, layouts, against chunked in float64; flash whose
 # backward repeats its bits. On a CPU a stand-in takes the place of PyTorch's kernel.
 import contextlib
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -154,3 +156,26 @@ def test_the_deterministic_one_restores_torchs_flags(device, on, warns):
         assert torch.utils.deterministic.fill_uninitialized_memory == warns
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_threads_take_turns_with_torchs_flag(device):
+    """Each backward is under the flag, and after all of them it is off."""
+    torch.use_deterministic_algorithms(False)
+    tensors, results = inputs(device, torch.bfloat16), []
+    call = partial(attention, kernel="flash_deterministic")
+    wanted = gradients(lambda *t: call(*t)[0], tensors)
+    REPEATS.clear()
+
+    def several():
+        results.extend(gradients(lambda *t: call(*t)[0], tensors) for _ in range(4))
+
+    threads = [threading.Thread(target=several) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torch.are_deterministic_algorithms_enabled() and len(results) == 12
+    assert device != "cpu" or REPEATS == [True] * 12
+    for got in results:
+        for ours, want in zip(got, wanted, strict=True):
+            assert_same_bits(ours, want)

@@ -52,9 +52,9 @@ def test_numbers_and_lengths(device, lengths):
 
 def test_windows_over_blocks(device):
     """Windows that end before, in and after blocks, and hide whole ones."""
-    for window in ((100, 0), (511, 0), (300, 300), (0, 0)):
+    for window in ((100, 0), (257, 0), (511, 0), (300, 300), (0, 0)):  # 257: row 768 sees key 511, a block's last
         for mask in ("padding", "padding_causal_bottom_right"):
-            check(Packed([1100, 300], [1300, 1400]), 1, 1, (8, 8), mask, torch.float32, device, window=window)
+            check(Packed([1100, 300, 800], [1300, 1400, 800]), 1, 1, (8, 8), mask, torch.float32, device, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

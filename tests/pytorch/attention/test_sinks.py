@@ -287,6 +287,18 @@ def test_padding_of_a_batch_holds_anything(device, fill):
         assert_same_bits(got, wanted)
 
 
+def test_a_large_sink_beside_padding(device):
+    """Rows of padding have no log-sum-exp from which it could be taken; of the others nothing is left."""
+    module = te.DotProductAttention(
+        2, 8, qkv_format="bshd", attn_mask_type="padding", softmax_type="learnable", device=device
+    )
+    torch.nn.init.constant_(module.softmax_offset, 1000.0)
+    tensors = [torch.randn(2, n, 2, 8, device=device) for n in (6, 7, 7)]
+    results = gradients(lambda *t: module(*t, **Packed([5, 2], [3, 6]).arguments(device)), tensors)
+    module(*tensors, **Packed([5, 2], [3, 6]).arguments(device)).sum().backward()
+    assert not any(t.any() for t in (*results, module.softmax_offset.grad))
+
+
 @pytest.mark.parametrize(
     "options, call",
     [({"softmax_type": "off-by-one"}, {}), ({"return_max_logit": True}, {}), ({}, {"softcap": 2.0})],

@@ -308,9 +308,9 @@ def build_scores(
         return Scores(visible.expand(*visible.shape[:-2], seq_q, seq_kv), unseen, padding)
     if bias_kind == "alibi":
         slopes = default_slopes(heads, device) if slopes is None else slopes
-        bias = -(cols - rows).abs() * slopes.reshape(-1, heads, 1, 1)
+        bias = -(cols - rows).abs() * slopes.to(torch.promote_types(slopes.dtype, dtype)).reshape(-1, heads, 1, 1)
     elif bias_kind == "pre_scale_bias":
-        bias = bias * scale
+        bias = bias.to(torch.promote_types(bias.dtype, dtype)) * scale
     bias = bias.to(dtype)
     if visible is not None:
         bias = bias.masked_fill(~visible, -torch.inf)

@@ -7,6 +7,8 @@ import torch
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.arguments import check_number, check_size
 
+_OF_GPUS = ("flash", "flash_deterministic", "cudnn", "efficient")
+
 
 def _window(window: object) -> list[int]:
     try:
@@ -60,14 +62,17 @@ def attention(
     kernel: 'chunked' takes every call on any device. 'flash' is PyTorch's flash attention on a GPU: float16 and
     bfloat16, head_dim up to 256, no masks, bias, slopes or softcap, scale > 0, with a window bottom_right (or as many
     queries as keys in a batch); its lse has no gradient, and max_logit is empty, [0]. 'flash_deterministic' is flash
-    whose backward repeats its bits; for that time torch's deterministic algorithms are on in the process.
+    whose backward repeats its bits; for that time torch's deterministic algorithms are on in the process. 'cudnn'
+    (float16, bfloat16, head_dim up to 128) and 'efficient' (float32 too) are PyTorch's kernels of these names for
+    batches on a GPU: head_dim a multiple of 8 (4 in float32), at least 2 queries and 2 keys, windows (-1, -1) and
+    (-1, 0), not bottom_right; the rest as flash, but their backwards do not repeat their bits.
     Dtypes: float64, float32, float16, bfloat16; computed in float32, float64 for float64, rounded once ('flash': it
     rounds probabilities and score gradients too, and repeats its bits under torch's deterministic algorithms).
     Saves q, k, v, out and lse: the backward computes blocks of scores again.
     Errors: ValueError naming the argument.
     """
     rows = [mask, present_q, present_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded]
-    if kernel in ("flash", "flash_deterministic") and q.is_cpu:
+    if kernel in _OF_GPUS and q.is_cpu:
         raise ValueError(
             f"attention: kernel {kernel!r} runs on a GPU, and argument 'q' is on cpu; use kernel='chunked'."
         )

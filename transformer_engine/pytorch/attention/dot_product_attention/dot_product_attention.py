@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine.pytorch import _C, functional
@@ -39,6 +39,7 @@ from transformer_engine.pytorch.attention.masks import (
     present_tokens,
     with_padding,
 )
+from transformer_engine.pytorch.attention.memory_order import aligned, gradient_like, starts_aligned, zeroed
 from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
@@ -378,6 +379,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         """torch's attention as a function of q, k, v and the mask tensor."""
         made = Scores(None, None, None)
         if path.mask_tensor:
+            if scores["bias"] is not None and not starts_aligned(scores["bias"]):
+                scores["bias"] = scores["bias"].clone()
             made = build_scores(
                 path.pattern,
                 batch=sizes.batch,
@@ -417,7 +420,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if path.padding_outside:
             present, _ = present_tokens(None, cu_seqlens, sizes.seqs)
             padding = ~(present if sizes.layout == "bshd" else present.t())[:, :, None, None]
-            query, key, value = (t.masked_fill(padding, 0.0) for t in (query, key, value))
+            query, key, value = (zeroed(t, padding) for t in (query, key, value))
         if sizes.layout == "thd":
             for i, side in enumerate(("q", "kv")):
                 rows[f"cu_seqlens_{side}"] = cu_seqlens[i]
@@ -449,7 +452,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
         if padding is not None:
-            out = out.masked_fill(padding, 0.0)
+            out = zeroed(out, padding)
         out = out.flatten(-2)
         return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
 
@@ -470,10 +473,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         unseen: torch.Tensor | None,
         padding: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
+        to_bhsd, from_bhsd = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
         if padding is not None:
-            q, k, v = (t.masked_fill(padding[i], 0.0) for t, i in zip((q, k, v), (0, 1, 1)))
+            q_padding, kv_padding = (t.permute(from_bhsd) for t in padding)
+            query, key, value = zeroed(query, q_padding), zeroed(key, kv_padding), zeroed(value, kv_padding)
+        if query.is_cuda:
+            query, key, value = aligned(query), aligned(key), aligned(value)
+        q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
         grouped = self.num_gqa_groups != self.num_attention_heads
         if grouped and path.repeat_groups:
             repeats = self.num_attention_heads // self.num_gqa_groups
@@ -482,7 +488,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         options = {"dropout_p": self._dropout(), "is_causal": path.is_causal, "scale": self.softmax_scale}
         chosen = nullcontext()
         if path.backends is not None and not path.flash_window:
-            chosen = sdpa_kernel(list(path.backends), set_priority=True)
+            # Fused kernels return nothing for an empty batch.
+            backends = path.backends if q.numel() and k.numel() else (SDPBackend.MATH,)
+            chosen = sdpa_kernel(list(backends), set_priority=True)
         fork = self.get_rng_state_tracker().fork() if self._forks() else nullcontext()
         with chosen, fork:
             if path.flash_window:
@@ -492,9 +500,12 @@ class DotProductAttention(TransformerEngineBaseModule):
                 out = attend(q, k, v, attn_mask, **options, enable_gqa=grouped)
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
+        if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
+            out.register_hook(partial(gradient_like, out.stride()))
+        out = out.permute(from_bhsd)
         if unseen is not None:
-            out = out.masked_fill(unseen, 0.0)
-        return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
+            out = zeroed(out, unseen[(None,) * (4 - unseen.dim())].permute(from_bhsd))
+        return out.flatten(2)
 
     def _by_what_is_left(self, *tensors, **options) -> torch.Tensor:
         """If the environment disabled backends, the others may not support this input."""
@@ -508,7 +519,6 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _flash(self, q, k, v, path: AttentionPath) -> torch.Tensor:
         """PyTorch's flash attention by its own entry, which unlike scaled_dot_product_attention supports a window."""
         q, k, v = (t.transpose(1, 2).to(path.dtype) for t in (q, k, v))  # autocast does not handle this entry
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         out, *_ = flash_attention_forward(
             q,
             k,

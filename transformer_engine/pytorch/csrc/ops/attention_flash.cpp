@@ -87,12 +87,10 @@ struct FlashRows {
   int64_t left = -1, right = -1, bound_k = 0;
 };
 
-// t [.., heads, any width] with `width` columns, zeros after its own, as the kernel reads memory: 16 bytes at once.
+// t [.., heads, any width] with `width` columns, zeros after its own, as the kernel reads memory.
 Tensor for_flash(const Tensor& t, int64_t width) {
   if (t.size(-1) != width) return at::constant_pad_nd(t, {0, width - t.size(-1)});
-  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(-1) == 1;
-  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) aligned = aligned && t.stride(dim) % kHeadDimUnit == 0;
-  return aligned ? t : t.clone(at::MemoryFormat::Contiguous);
+  return aligned_for_kernel(t);
 }
 
 // Packed as it is; [b, s, h, d] of a batch, and back.
@@ -207,11 +205,13 @@ AttentionGradients backward(const AttentionCall& call, const AttentionResult& re
     return from_flash(by_sequence(call, t), like.size(-1));
   };
   const Tensor seed = at::empty({2}, call.q.options().dtype(at::kUInt64)), unused = at::empty({0}, call.q.options());
-  const ScopedDeterminism repeats(deterministic);
-  const auto [dq, dk, dv] = at::_flash_attention_backward(
-      input(dout), input(call.q), input(call.k), input(call.v), input(result.out), kernel.lse, rows.cumulative_q,
-      rows.cumulative_k, rows.queries.bound, rows.bound_k, 0.0, rows.causal(), seed, unused, call.scale,
-      rows.window_left(), rows.window_right());
+  const Tensor d = input(dout), q = input(call.q), k = input(call.k), v = input(call.v), out = input(result.out);
+  const auto [dq, dk, dv] = [&] {
+    const ScopedDeterminism repeats(deterministic);  // no longer than the call: other threads see the flag too
+    return at::_flash_attention_backward(d, q, k, v, out, kernel.lse, rows.cumulative_q, rows.cumulative_k,
+                                         rows.queries.bound, rows.bound_k, 0.0, rows.causal(), seed, unused, call.scale,
+                                         rows.window_left(), rows.window_right());
+  }();
   if (wanted[kQuery]) g[kQuery] = output(dq, call.q);
   if (wanted[kKey]) g[kKey] = output(dk, call.k);
   if (wanted[kValue]) g[kValue] = output(dv, call.v);

@@ -23,6 +23,9 @@ struct KernelLse {
 };
 KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& result, const Tensor& dout, bool needs_sink);
 
+// t as fused kernels read memory: 16 bytes at once.
+Tensor aligned_for_kernel(const Tensor& t);
+
 // Zeros in the padding of dq, dk and dv, where they are defined.
 void zero_padding(const AttentionCall& call, const AttentionGradients& gradients);
 

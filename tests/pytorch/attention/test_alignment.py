@@ -1,0 +1,125 @@
+# Torch's kernels on a GPU read 16 bytes at once and do not check that they may: views at any offset and of any strides
+# have the values of their copies, forward and backward, by every backend; empty batches.
+import pytest
+import torch
+from support import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.memory_order import aligned, gradient_like, zeroed
+
+from .packed_cases import check_close, gradients
+
+
+def odd(t):
+    """At an odd place of memory, strides as before."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def within(t):
+    """Rows of an odd pitch."""
+    return torch.nn.functional.pad(t, (0, 3))[..., : t.shape[-1]]
+
+
+def across(t):
+    """The last dimension is not the one of stride 1."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def shared(t):
+    """One head as each."""
+    return t[..., :1, :].expand_as(t)
+
+
+VIEWS = [odd, within, across, shared]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_aligned_views_are_not_copied(device, dtype):
+    t = torch.randn(5, 2, 4, 16, device=device).to(dtype)
+    for as_it_is in (t, t.transpose(0, 1), t[..., 8:], t[1:], shared(t), t[:0]):
+        assert aligned(as_it_is) is as_it_is
+    for view in (odd(t), within(t), across(t), t[..., 1:9]):
+        copy = aligned(view)
+        assert copy is not view and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
+        assert_same_bits(copy, view)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 8])
+def test_zeros_keep_the_order_in_memory(device, dtype, width):
+    t, padding = torch.randn(5, 3, 4, width, device=device).to(dtype), torch.rand(5, 3, 1, 1, device=device) < 0.5
+    t[0, 0] = torch.nan
+    for order in ((0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3)):
+        leaf = t.permute(order).detach().requires_grad_()
+        rows = padding.permute(order)
+        out = zeroed(leaf, rows)
+        assert out.stride() == leaf.stride()
+        assert_same_bits(out.detach(), leaf.detach().masked_fill(rows, 0.0))
+        dout = torch.randn_like(out)
+        (grad,) = torch.autograd.grad(out, leaf, dout, retain_graph=True)
+        assert_same_bits(grad, dout.masked_fill(rows, 0.0))
+        (again,) = torch.autograd.grad(out, leaf, dout, create_graph=True)
+        assert_same_bits(again.detach(), grad)
+
+
+def test_a_gradient_gets_the_strides_of_the_result(device):
+    grad = torch.randn(2, 4, 9, 8, device=device)
+    strides = (9 * 32, 8, 32, 1)
+    as_it_is = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    assert gradient_like(strides, as_it_is) is as_it_is
+    for other in (grad, odd(as_it_is.transpose(1, 2)).transpose(1, 2), grad[..., :1, :].expand_as(grad)):
+        copy = gradient_like(strides, other)
+        assert copy.stride() == strides and copy.data_ptr() % 16 == 0
+        assert_same_bits(copy, other)
+
+
+CALLS = {
+    "causal": {"attn_mask_type": "causal"},
+    "window": {"attn_mask_type": "causal", "window_size": (5, 0)},
+    "bottom right": {"attn_mask_type": "causal_bottom_right"},
+    "alibi": {"attn_mask_type": "no_mask", "core_attention_bias_type": "alibi"},
+    "padding": {"attn_mask_type": "padding_causal"},
+    "masks": {"attn_mask_type": "padding"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("call", CALLS)
+def test_views_have_the_values_of_their_copies(dtype, layout, call, deterministic):
+    torch.use_deterministic_algorithms(deterministic)  # the fixture of all suites restores it
+    options, lengths = dict(CALLS[call]), torch.tensor([0, 40, 73], dtype=torch.int32, device="cuda")
+    if call in ("padding", "masks"):
+        options |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths if call == "padding" else lengths.clone()}
+    shape = (2, 40) if layout == "bshd" else (40, 2)
+    whole = [torch.randn(*shape, n, 64, device="cuda").to(dtype) for n in (4, 2, 2)]
+    module = te.DotProductAttention(4, 64, 2, qkv_format=layout)
+    for recompute in (False, True):
+        for which, view in enumerate(VIEWS * 3):
+            tensors = list(whole)
+            tensors[which % 3] = view(whole[which % 3])
+            wanted = gradients(lambda *t: module(*t, **options), [t.contiguous() for t in tensors])
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            out = module(*leaves, **options, checkpoint_core_attention=recompute)
+            generator = torch.Generator().manual_seed(3)  # that of gradients()
+            dout = torch.randn(out.shape, generator=generator).bfloat16().to(out)
+            for place in (lambda t: t, odd, within):
+                got = torch.autograd.grad(out, leaves, place(dout), retain_graph=True)
+                check_close([out.detach(), *got], wanted, dtype, f"{view.__name__} {place.__name__}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_empty_batch(device, dtype, call):
+    torch.use_deterministic_algorithms(False)  # so that a GPU takes its fused kernels
+    options, nothing = dict(CALLS[call]), torch.zeros(1, dtype=torch.int32, device=device)
+    if "padding" in options["attn_mask_type"]:
+        options |= {"cu_seqlens_q": nothing, "cu_seqlens_kv": nothing if call == "padding" else nothing.clone()}
+    for layout, shape in (("bshd", (0, 9)), ("sbhd", (9, 0))):
+        tensors = [torch.randn(*shape, n, 64, device=device).to(dtype) for n in (4, 2, 2)]
+        results = gradients(te.DotProductAttention(4, 64, 2, qkv_format=layout).forward, tensors)
+        assert results[0].shape == (*shape, 256) and not any(t.numel() for t in results)
+        out = te.DotProductAttention(4, 64, 2, qkv_format=layout)(*tensors, **options)
+        assert out.shape == (*shape, 256)

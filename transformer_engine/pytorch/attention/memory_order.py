@@ -1,0 +1,34 @@
+"""The order of tensors in memory around torch's kernels of attention: addresses and strides of whole 16 bytes, and
+zeros in padding in one pass that keeps the order."""
+
+import torch
+
+_BYTES = 16
+
+
+def starts_aligned(t: torch.Tensor) -> bool:
+    """True of a traced tensor, whose place is not known; torch.compile copies inputs at other addresses."""
+    return torch.compiler.is_compiling() or t.data_ptr() % _BYTES == 0
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """t as torch's kernels on a GPU read memory, 16 bytes at once. They do not check that: of other memory they return
+    wrong values or fail the device. t itself, or a copy."""
+    unit = _BYTES // t.element_size()
+    *others, last = t.stride()
+    if last == 1 and not any(stride % unit for stride in others) and starts_aligned(t):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def gradient_like(strides: tuple[int, ...], grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a kernel's result that has these strides: cuDNN's backward reads both by the same ones."""
+    if grad.stride() == strides and starts_aligned(grad):
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def zeroed(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Zeros in rows of t, in one pass that keeps the order of its dimensions in memory; masked_fill takes two, in
+    another order."""
+    return torch.where(where, 0.0, t)
