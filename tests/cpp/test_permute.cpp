@@ -99,7 +99,8 @@ TEST_P(Permute, MapsOfIds) {
                                        {},
                                        nullptr,
                                        nullptr,
-                                       0};
+                                       0,
+                                       nullptr};
     TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
     std::vector<int32_t> tokens(size_t(s.rows), -1), rows(given.size(), -1), begins{0};
     int32_t row = 0, sum = 0;

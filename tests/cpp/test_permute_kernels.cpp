@@ -66,7 +66,8 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
                                {},
                                nullptr,
                                nullptr,
-                               0};
+                               0,
+                               nullptr};
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   const int pairs = int(s.tokens * s.topk);
   RowMap map{};
@@ -108,6 +109,9 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   for (Buffer<float>* factor : {&want_factor, &got_factor}) factor->fill({1.5f});
   plan.tokens_per_expert = want_counts.tensor(), plan.cut = reinterpret_cast<uint32_t*>(want_cut.data());
   plan.factor = want_factor.data(), plan.even = 7;
+  Buffer<int32_t> want_outside(kCpu, 1, 1), got_outside(kCpu, 1, 1);
+  for (Buffer<int32_t>* outside : {&want_outside, &got_outside}) outside->fill({-30});
+  plan.outside = reinterpret_cast<uint32_t*>(want_outside.data());
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   RowMap map{};
   map.ids = ids.data(), map.row_of_pair = got.row_of_pair.data(), map.token_of_row = got.token_of_row.data();
@@ -118,6 +122,7 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   map.tokens_per_expert = got_counts.data(), map.all_experts = last;
   map.cut = reinterpret_cast<uint32_t*>(got_cut.data());
   map.factor = reinterpret_cast<uint32_t*>(got_factor.data()), map.even = plan.even;
+  map.outside = reinterpret_cast<uint32_t*>(got_outside.data());
   run_blocks(unsigned(blocks + 1), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
@@ -125,6 +130,7 @@ void check_choice(const PermuteShape& s, int32_t first, int blocks, unsigned see
   expect_same_bytes(got_counts, want_counts, "tokens per expert, " + name_of(s));
   expect_same_bytes(got_cut, want_cut, "cut, " + name_of(s));
   expect_same_bytes(got_factor, want_factor, "factor, " + name_of(s));
+  expect_same_bytes(got_outside, want_outside, "outside, " + name_of(s));
   TE_ASSERT_OK(te_permute_row_probs_backward(ids.tensor(), want.row_of_pair.tensor(), want_probs.tensor(),
                                              want_back.tensor(), nullptr));
   constexpr int kTokens = kMapThreads / kWarp;

@@ -10,10 +10,12 @@ import torch
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
 from transformer_engine.pytorch._internal.compiling import in_a_mode, refuse
+from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.functional.permute import MAX_EXPERTS
 from transformer_engine.pytorch.tensor.float8 import Float8Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise import Float8BlockwiseQTensor
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
+from transformer_engine.pytorch.verdict import count_splits
 
 _MASKS = (torch.bool, torch.uint8, torch.int32)
 
@@ -124,7 +126,7 @@ def moe_permute(
     inp: [T, hidden], float32, float16 or bfloat16; or a Float8Tensor, or a Float8BlockwiseQTensor of 1 x 128 blocks,
     with rowwise data: the rows are of the same class, with the same bytes, and the gradient is plain (not compiled).
     Errors: ValueError naming the argument. Ids outside of [0, 1024) are a ValueError on the CPU; on a GPU, where the
-    host does not wait, such a pair is dropped.
+    host does not wait, such a pair is dropped, and te.verdict.watch() counts it as cut.
     """
     op = "moe_permute"
     if map_type == "index":
@@ -151,8 +153,10 @@ def _permute_by_ids(
         ids = ids.int()
     pairs = ids.shape[0] * ids.shape[1]
     rows = _row_count(op, num_out_tokens, 0)
+    if ids.is_cuda and not torch.compiler.is_compiling():
+        count_splits(op, ids.device)
     try:
-        _, row_map, _, _ = functional.permute_row_map(ids, (0, MAX_EXPERTS), pairs, strict=True)
+        _, row_map, _, _ = functional.permute_row_map(ids, (0, MAX_EXPERTS), pairs, strict=not is_recomputed())
     except ValueError as error:
         raise ValueError(
             str(error).replace("te_permute_row_map: argument 'ids'", f"{op}: argument 'routing_map'")

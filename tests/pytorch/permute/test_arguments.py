@@ -8,6 +8,7 @@ from support import refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import functional
+from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
 
 from .cases import ids_of, mask_of, probs_of, randn
 
@@ -62,9 +63,12 @@ def test_ids_out_of_range(device, wrong):
     if device == "cpu":
         with refused(ValueError, "moe_permute", "routing_map", f"{wrong} for token 4", "0 to 1023"):
             te.moe_permute(inp, ids, 0, map_type="index")
-    else:  # the pair has no row
+    else:  # the pair has no row, and is counted
+        reset_split_verdict(device)
         out, row_id_map = te.moe_permute(inp, ids, 0, map_type="index")
         assert row_id_map[9] == -1 and not out[-1].any()
+        assert split_verdict(device) == SplitVerdict(0, 1)
+        reset_split_verdict(device)
 
 
 def test_probabilities(case):

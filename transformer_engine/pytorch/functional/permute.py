@@ -23,8 +23,8 @@ def permute_row_map(
     each pair [T, k], offsets [experts + 1], panels [1]), all int32, in one launch.
 
     -1: a row without a token; a pair of another expert, or whose row is not below `rows`. offsets: the experts' first
-    rows, at most `rows`. panels: the sum of their ceil(rows / 128). strict: on the CPU, an id outside of the range is a
-    ValueError; a GPU does not check it."""
+    rows, at most `rows`. panels: the sum of their ceil(rows / 128). strict: an id outside of the range is a
+    ValueError on the CPU; on a GPU te.verdict.watch() counts its pair as cut."""
     args = (ids, *experts, rows, strict)
     if torch.compiler.is_compiling():
         return torch.ops.te.permute_row_map(*args)

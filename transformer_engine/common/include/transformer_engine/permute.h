@@ -56,6 +56,7 @@ typedef struct te_permute_row_map_plan {
   float* factor;               /* on the device, at least 0, or NULL: where rows does not hold the range's pairs, raised
                                   to their number over `even`, the number of an even choice */
   float even;                  /* above 0 with factor */
+  uint32_t* outside;           /* on the device, or NULL: += pairs whose id is outside of the range, saturating */
 } te_permute_row_map_plan;
 
 /* The map of ids, and what else a layer over its rows needs. One launch. */

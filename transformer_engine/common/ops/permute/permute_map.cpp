@@ -77,6 +77,9 @@ void row_map(const te_permute_row_map_plan& plan) {
   if (plan.cut != nullptr) {
     *plan.cut = saturating_sum(*plan.cut, uint32_t(std::max<int64_t>(first[size_t(experts)] - plan.rows, 0)));
   }
+  if (plan.outside != nullptr) {
+    *plan.outside = saturating_sum(*plan.outside, uint32_t(pairs - first[size_t(experts)]));
+  }
   if (plan.factor != nullptr && first[size_t(experts)] > plan.rows) {
     *plan.factor = std::max(*plan.factor, float(first[size_t(experts)]) / plan.even);
   }

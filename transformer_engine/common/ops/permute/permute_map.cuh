@@ -154,6 +154,7 @@ struct RowMap {
   uint32_t* cut;     // null: not wanted, as factor
   uint32_t* factor;  // the bits of a float, which have the order of floats of at least 0
   float even;
+  uint32_t* outside;  // null: not wanted
 
   // Where the row of a pair is written.
   __device__ __forceinline__ int place_of(int pair) const {
@@ -281,6 +282,7 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   if (threadIdx.x != 0) return;
   if (map.panels != nullptr) *map.panels = panels;
   const int pairs = first[map.experts];
+  if (map.outside != nullptr && pairs < map.pairs) add_saturating(map.outside, uint32_t(map.pairs - pairs));
   if (pairs <= map.rows) return;
   if (map.cut != nullptr) add_saturating(map.cut, uint32_t(pairs - map.rows));
   if (map.factor != nullptr) atomicMax(map.factor, __float_as_uint(float(pairs) / map.even));

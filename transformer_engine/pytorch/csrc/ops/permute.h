@@ -11,7 +11,8 @@ Tensor permute_mask_map(const Tensor& routing_map);
 Tensor permute_mask_map_meta(const Tensor& routing_map);
 
 // ids int32 [T, k] -> (token of each row [rows], row of each pair [T, k], offsets [experts + 1], panels [1]), int32.
-// strict: on the CPU, an id outside of [first, last) is an error; otherwise it has no row.
+// An id outside of [first, last) has no row. strict: on the CPU it is an error, on a GPU split_counters counts its pair
+// as cut.
 using Maps = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt rows, bool strict);
 Maps permute_row_map_meta(const Tensor& ids, int64_t first, int64_t last, c10::SymInt rows, bool strict);

@@ -286,6 +286,7 @@ Maps permute_row_map(const Tensor& ids, int64_t first, int64_t last, c10::SymInt
   te_permute_row_map_plan plan = row_map_plan(kOp, "ids", dense_ids, token_of_row, row_of_pair, offsets, first);
   plan.panels = view_2d(panels, kOp, "panels");
   plan.strict = strict;
+  if (strict) plan.outside = static_cast<uint32_t*>(split_counters(ids.device()).mutable_data_ptr()) + 1;
   check(te_permute_row_map(&plan, current_stream(ids)));
   return {token_of_row, row_of_pair, offsets, panels};
 }
