@@ -67,6 +67,8 @@ def test_a_gradient_gets_the_strides_of_the_result(device):
     strides = (9 * 32, 8, 32, 1)
     as_it_is = grad.transpose(1, 2).contiguous().transpose(1, 2)
     assert gradient_like(strides, as_it_is) is as_it_is
+    one = as_it_is[:1]  # the stride of a dimension of size 1 places nothing
+    assert gradient_like((0, *strides[1:]), one) is one
     for other in (grad, odd(as_it_is.transpose(1, 2)).transpose(1, 2), grad[..., :1, :].expand_as(grad)):
         copy = gradient_like(strides, other)
         assert copy.stride() == strides and copy.data_ptr() % 16 == 0
