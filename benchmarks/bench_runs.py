@@ -17,10 +17,12 @@ def ways(bench, op, n, k, ranks):
     x, weight = (bench.randn(rows, k, dtype="bf16") for rows in (M, n))
     y = torch.empty(M, n, dtype=torch.bfloat16, device=bench.device)
     product = Product(weight, x, y)
-    if not product.takes_runs():
+    tile = product.tile()
+    if tile is None:
         return None
     whole = product.prepared(0, M)
-    runs = [product.prepared(step.first, step.last) for step in plan(op, M, n, k, ranks) if step.kind == GEMM]
+    steps = [step for step in plan(op, M, n, k, ranks, tile=tile) if step.kind == GEMM]
+    runs = [product.prepared(step.first, step.last) for step in steps]
     side, fork, join = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
 
     def one():

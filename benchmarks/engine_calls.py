@@ -37,10 +37,15 @@ class Costs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_double) for name in RATES] + [(name, ctypes.c_int32) for name in COUNTS]
 
 
+class Tile(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("rows", "cols", "units")]
+
+
 class Problem(ctypes.Structure):
     _fields_ = [("op", ctypes.c_int), ("schedule", ctypes.c_int)]
     _fields_ += [(name, ctypes.c_int64) for name in ("rows", "depth", "cols")]
     _fields_ += [(name, ctypes.c_int32) for name in ("ranks", "rank")] + [("dtype", ctypes.c_int), ("costs", Costs)]
+    _fields_ += [("tile", Tile)]
 
 
 class Step(ctypes.Structure):
@@ -84,9 +89,36 @@ def default_costs():
     return _library.te_comm_costs_h200()
 
 
-def plan(op, m, n, k, ranks, rank=0, schedule="chunked", dtype=torch.bfloat16):
-    """The steps of a rank for [m, k] x [n, k]^T, n and k the rank's own."""
-    problem = Problem(OPS[op], SCHEDULES[schedule], m, k, n, ranks, rank, DTYPES[dtype], default_costs())
+class Prediction(ctypes.Structure):
+    _fields_ = [("schedule", ctypes.c_int), ("runs", ctypes.c_int32), ("us", ctypes.c_double)]
+    _fields_ += [("serial_us", ctypes.c_double)]
+
+
+def _problem(op, m, n, k, ranks, rank, schedule, dtype, tile, costs):
+    tile, costs = tile or Tile(), costs or default_costs()
+    return Problem(OPS[op], SCHEDULES[schedule], m, k, n, ranks, rank, DTYPES[dtype], costs, tile)
+
+
+def predicted_us(op, m, n, k, ranks, tile, costs):
+    """Of a call in chunks, and of its product alone."""
+    found, count = [], ctypes.c_int64()
+    for number, schedule in ((ranks, "chunked"), (1, "serial")):
+        problem, prediction = _problem(op, m, n, k, number, 0, schedule, torch.bfloat16, tile, costs), Prediction()
+        call(
+            "te_comm_plan",
+            ctypes.byref(problem),
+            None,
+            ctypes.c_int64(0),
+            ctypes.byref(count),
+            ctypes.byref(prediction),
+        )
+        found.append(prediction.us)
+    return found
+
+
+def plan(op, m, n, k, ranks, rank=0, schedule="chunked", dtype=torch.bfloat16, tile=None):
+    """The steps of a rank for [m, k] x [n, k]^T, n and k the rank's own, by an algorithm of this tile."""
+    problem = _problem(op, m, n, k, ranks, rank, schedule, dtype, tile, None)
     count = ctypes.c_int64()
     call("te_comm_plan", ctypes.byref(problem), None, ctypes.c_int64(0), ctypes.byref(count), None)
     steps = (Step * count.value)()
@@ -107,10 +139,11 @@ class Product:
             getattr(p, none).device = p.a.device
         return p
 
-    def takes_runs(self):
-        does = ctypes.c_int32()
-        call("te_gemm_takes_runs", ctypes.byref(self._problem(0, len(self.x))), ctypes.byref(does))
-        return bool(does.value)
+    def tile(self):
+        """Of the algorithm of all, by which rows have the same bits; None if they have not."""
+        does, tile = ctypes.c_int32(), Tile()
+        call("te_gemm_takes_runs", ctypes.byref(self._problem(0, len(self.x))), ctypes.byref(does), ctypes.byref(tile))
+        return tile if does.value else None
 
     def prepared(self, first, last):
         """A function that queues rows [first, last) on a stream."""

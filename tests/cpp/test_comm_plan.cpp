@@ -34,7 +34,7 @@ struct Planned {
 
 te_comm_problem problem_of(te_comm_op op, te_comm_schedule schedule, int64_t rows, int64_t depth, int64_t cols,
                            int32_t ranks, int32_t rank = 0) {
-  return {op, schedule, rows, depth, cols, ranks, rank, TE_BFLOAT16, te_comm_costs_h200()};
+  return {op, schedule, rows, depth, cols, ranks, rank, TE_BFLOAT16, te_comm_costs_h200(), {}};
 }
 
 Planned plans(te_comm_problem problem) {
@@ -318,13 +318,13 @@ TEST(CommPlan, LargeProductsHideTheirTransfer) {
   }
 }
 
-// Products of models of 8 and 70 billion parameters over two ranks, and the cluster of tiles that cuBLASLt takes for
-// each on an H200: the runs take no more waves than the whole. Mutant: clusters of one shape alone turn this red.
+// Models of 8 and 70 billion parameters over two ranks, with the cluster of tiles that cuBLASLt takes on an H200, and
+// without: runs take no more waves than the whole. With it a gather reads its own rows in place where that takes none
+// more. Mutants: usual clusters of one shape alone, a tile that is not read.
 TEST(CommPlan, RunsTakeNoWaveMoreThanTheWhole) {
-  constexpr int64_t kClusters = 66;  // at once
   const auto waves = [](int64_t rows, int64_t cols, int64_t high, int64_t wide) {
     const auto over = [](int64_t n, int64_t by) { return (n + by - 1) / by; };
-    return over(over(rows, high) * over(cols, wide), kClusters);
+    return over(over(rows, high) * over(cols, wide), 66);  // clusters at once
   };
   te_comm_costs costs{};
   int32_t known = 0;
@@ -338,13 +338,17 @@ TEST(CommPlan, RunsTakeNoWaveMoreThanTheWhole) {
                                                     std::tuple(TE_COMM_PRODUCT_SCATTER, 4096, 8192, 256, 320)}) {
     te_comm_problem problem = problem_of(op, TE_COMM_CHUNKED, 8192, depth, cols, 2);
     problem.costs = costs;
-    const Planned planned = plans(problem);
-    for (const Steps& steps : planned.ranks) {
-      int64_t taken = 0;
-      for (const te_comm_step& run : of_kind(steps, TE_COMM_STEP_GEMM)) {
-        taken += waves(run.last - run.first, cols, high, wide);
+    for (const bool told : {false, true}) {
+      if (told) problem.tile = {high, wide, 2};
+      const Planned planned = plans(problem);
+      for (const Steps& steps : planned.ranks) {
+        const Steps runs = of_kind(steps, TE_COMM_STEP_GEMM);
+        int64_t taken = 0;
+        for (const te_comm_step& run : runs) taken += waves(run.last - run.first, cols, high, wide);
+        EXPECT_LE(taken, waves(8192, cols, high, wide)) << planned.what();
+        const bool halves = 2 * waves(4096, cols, high, wide) == waves(8192, cols, high, wide);
+        EXPECT_TRUE(!told || !planned.gathers() || !halves || runs[0].last - runs[0].first == 4096) << planned.what();
       }
-      EXPECT_LE(taken, waves(8192, cols, high, wide)) << planned.what();
     }
   }
 }
@@ -360,8 +364,7 @@ TEST(CommPlan, IsPrinted) {
             "\n  gemm [0, 128)\n  push to 0 [0, 128)\n  gemm [128, 256)\n  wait for 0 [128, 256)\n  sum [128, 256)\n");
   EXPECT_EQ(words.find("product_scatter 256 x 64 x 16 bfloat16, rank 1 of 2: chunked, 2 runs, "), 0u) << words;
   TE_ASSERT_OK(te_comm_plan_print(&problem, text.data(), 8, &length));
-  EXPECT_EQ(std::string(text.data()), "product");
-  EXPECT_EQ(length, words.size());
+  EXPECT_EQ(std::string(text.data()) + std::to_string(length), "product" + std::to_string(words.size()));
 }
 
 TEST(CommPlan, NothingToDo) {
@@ -386,6 +389,7 @@ TEST(CommPlan, RefusesWhatDoesNotFit) {
   refused([](auto& p) { p.schedule = te_comm_schedule(3); }, "'problem.schedule' is 3");
   refused([](auto& p) { p.costs.hop_us = NAN; }, "'problem.costs.hop_us'");
   refused([](auto& p) { p.costs.units = 0; }, "'problem.costs.units' is 0");
+  refused([](auto& p) { p.tile = {128, 0, 2}; }, "'problem.tile' is 128 x 0 on 2");
   int64_t count = 0;
   EXPECT_EQ(te_comm_plan(nullptr, nullptr, 0, &count, nullptr), TE_INVALID_ARGUMENT);
   EXPECT_EQ(te_comm_plan(&good, nullptr, 4, &count, nullptr), TE_INVALID_ARGUMENT);

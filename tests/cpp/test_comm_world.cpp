@@ -163,8 +163,8 @@ TEST(CommWorld, TraceIsThePlan) {
     }
     orders.insert(order);
     for (int32_t rank = 0; rank < kRanks; ++rank) {
-      const te_comm_problem problem{TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, 12, 8, 5, kRanks, rank, TE_FLOAT32,
-                                    testing::small_costs()};
+      const te_comm_problem problem{
+          TE_COMM_PRODUCT_SCATTER, TE_COMM_CHUNKED, 12, 8, 5, kRanks, rank, TE_FLOAT32, testing::small_costs(), {}};
       std::vector<te_comm_step> steps(100);
       int64_t count = 0;
       TE_ASSERT_OK(te_comm_plan(&problem, steps.data(), 100, &count, nullptr));

@@ -187,7 +187,7 @@ TEST_P(Gemm, RunsHaveTheBitsOfTheWhole) {
       TE_ASSERT_OK(p.run());
       const std::vector<bf16> whole = p.d.read();
       int32_t does = -1;
-      TE_ASSERT_OK(te_gemm_takes_runs(&p.problem, &does));
+      TE_ASSERT_OK(te_gemm_takes_runs(&p.problem, &does, nullptr));
       EXPECT_TRUE(does == 1 || (does == 0 && GetParam() != TE_DEVICE_CPU)) << does;
       if (does != 1) continue;
       p.d.poison();

@@ -136,7 +136,7 @@ TEST_P(GemmSplits, CountsAreThoseOfTheGivenProblem) {  // of more counts than on
     p.problem = all;
     p.problem.b.rows = p.problem.d.rows = counts[i];
     int32_t does = -1;
-    TE_ASSERT_OK(te_gemm_takes_runs(&p.problem, &does));
+    TE_ASSERT_OK(te_gemm_takes_runs(&p.problem, &does, nullptr));
     EXPECT_EQ(int(splits[i]), 1 - does) << counts[i];
   }
 }

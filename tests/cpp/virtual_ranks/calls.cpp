@@ -114,8 +114,8 @@ class CallQueue {
     std::vector<std::vector<te_comm_step>> plans;
     for (int32_t rank = 0; rank < ranks_; ++rank) {
       const te_comm_schedule schedule = call_.weight == nullptr ? TE_COMM_SERIAL : call_.schedule;
-      plans.push_back(
-          steps_of({call_.op, schedule, s_.rows, s_.depth, s_.cols, ranks_, rank, call_.source[0].dtype, call_.costs}));
+      plans.push_back(steps_of(
+          {call_.op, schedule, s_.rows, s_.depth, s_.cols, ranks_, rank, call_.source[0].dtype, call_.costs, {}}));
     }
     const bool alone = ranks_ == 1 || s_.rows == 0;
     for (int32_t rank = 0; rank < ranks_ && !alone; ++rank) {

@@ -14,8 +14,9 @@
  *   scattered and summed (product_scatter). A plan depends on its arguments alone, so that each rank can compute those
  *   of the others. Both products are [rows, depth] x [depth, cols]; rows are the tokens of all ranks, depth and cols
  *   are local to the rank. t ranks have rows / t each, rank r those from r * rows / t on.
- *     push  own rows (gather; also to itself: a copy into the buffer) or the peer's partials (scatter) go to `peer`;
- *           the step-th push of a rank goes to rank + step, so no two ranks push to one peer in the same step
+ *     push  own rows (gather; also to itself: a copy into the buffer, for those who read all rows there) or the peer's
+ *           partials (scatter) go to `peer`; the step-th push of a rank goes to rank + step, so no two ranks push to
+ *           one peer in the same step
  *     wait  waits for the push of `peer` to this rank
  *     gemm  rows of the product; each row once
  *     sum   own rows of all ranks' partials
@@ -82,6 +83,14 @@ TE_API te_status te_comm_costs_of(const char* kind, te_comm_costs* costs, int32_
 /* For tests: replaces the costs of a kind; NULL restores the measured ones. */
 TE_API te_status te_comm_lend_costs(const char* kind, const te_comm_costs* costs);
 
+/* Elements of a result that an algorithm computes at once on a cluster of `units` multiprocessors, as
+ * te_gemm_takes_runs returns them; all 0: unknown. */
+typedef struct te_comm_tile {
+  int32_t rows;
+  int32_t cols;
+  int32_t units;
+} te_comm_tile;
+
 typedef struct te_comm_problem {
   te_comm_op op;
   te_comm_schedule schedule;
@@ -92,6 +101,7 @@ typedef struct te_comm_problem {
   int32_t rank;
   te_dtype dtype; /* of the pushed rows */
   te_comm_costs costs;
+  te_comm_tile tile; /* of the product's algorithm; if it is unknown, plans are good for usual ones */
 } te_comm_problem;
 
 typedef enum te_comm_step_kind {

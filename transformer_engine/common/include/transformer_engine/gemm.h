@@ -75,10 +75,18 @@ TE_API te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes
 /* workspace: at least te_gemm_workspace bytes on the problem's device, 256-byte aligned, free to use on the stream. */
 TE_API te_status te_gemm(const te_gemm_problem* problem, void* workspace, size_t workspace_bytes, te_stream stream);
 
+/* Elements of d that an algorithm computes at once on a cluster of `units` multiprocessors; all 0 if that is unknown.
+ */
+typedef struct te_gemm_tile {
+  int32_t rows;
+  int32_t cols;
+  int32_t units;
+} te_gemm_tile;
+
 /* *does: 1 if products of some rows of this one give the bits of the full product (see whole_rows): its algorithm does
  * not split the reduction, so that the order of an element is that of its tile. On the CPU 1: te_gemm_by_loop gives
- * such bits; a product that te_set_cpu_gemm installed may not. */
-TE_API te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does);
+ * such bits; a product that te_set_cpu_gemm installed may not. tile: NULL, or receives the tile of that algorithm. */
+TE_API te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does, te_gemm_tile* tile);
 
 /* For `number` problems like this one, but with counts[i] rows of b and d (along_depth: with a depth of counts[i]), and
  * a, b and d dense: splits[i] becomes 1 if the algorithm of te_gemm, from the heuristic or te_gemm_choose, splits the

@@ -28,16 +28,27 @@ struct Range {
 };
 
 // Clusters of two tiles, in tiles of the costs (128 x 256). cuBLASLt takes one of these for a product of these layers,
-// as timelines of H200s show, and fills the multiprocessors wave by wave: 128 x 256, 128 x 320, 192 x 192. Which one is
-// not known here; a division that is good for all of them is taken.
-struct Tile {
+// as timelines of H200s show, and fills the multiprocessors wave by wave: 128 x 256, 128 x 320, 192 x 192. For a
+// problem that does not say which one, a division that is good for all of them is taken.
+struct UsualTile {
   double rows, cols;
 };
-constexpr Tile kTiles[] = {{2, 1}, {2, 1.25}, {1.5, 1.5}};
+constexpr UsualTile kTiles[] = {{2, 1}, {2, 1.25}, {1.5, 1.5}};
+
+std::vector<te_comm_tile> tiles_of(const te_comm_problem& p) {
+  if (p.tile.units > 0) return {p.tile};
+  std::vector<te_comm_tile> tiles;
+  for (const UsualTile& each : kTiles) {
+    tiles.push_back({int32_t(std::llround(each.rows * p.costs.tile_rows)),
+                     int32_t(std::llround(each.cols * p.costs.tile_cols)), 2});
+  }
+  return tiles;
+}
 
 class Planner {
  public:
-  explicit Planner(const te_comm_problem& problem) : p_(problem), shard_(problem.rows / problem.ranks) {}
+  explicit Planner(const te_comm_problem& problem)
+      : p_(problem), shard_(problem.rows / problem.ranks), tiles_(tiles_of(problem)) {}
 
   StepPlan make() {
     StepPlan plan{};
@@ -51,7 +62,8 @@ class Planner {
     runs_ = {p_.rows};
     if (!alone && p_.schedule != TE_COMM_SERIAL) {
       std::vector<int64_t> runs;
-      const double chunked = best_runs(runs) + sum_us();
+      // Two launches more: streams that fork and join, and the check for a failure.
+      const double chunked = best_runs(runs) + sum_us() + 2 * p_.costs.launch_us;
       if (p_.schedule == TE_COMM_CHUNKED || chunked < serial) {
         plan.prediction = {TE_COMM_CHUNKED, int32_t(runs.size()), chunked, serial};
         runs_ = runs;
@@ -71,17 +83,17 @@ class Planner {
  private:
   // ---- predictions ----
 
-  double gemm_us(int64_t rows, const Tile& tile) const {
+  double gemm_us(int64_t rows, const te_comm_tile& tile) const {
     const te_comm_costs& c = p_.costs;
-    const int64_t high = std::llround(tile.rows * c.tile_rows), wide = std::llround(tile.cols * c.tile_cols);
-    const int64_t clusters = ceil_div(rows, high) * ceil_div(p_.cols, wide), units = std::max(c.units / 2, 1);
-    const double us = 2.0 * double(high) * double(wide) * double(p_.depth) * units / c.flops_per_us;
-    return double(ceil_div(clusters, units)) * us + c.launch_us;
+    const int64_t clusters = ceil_div(rows, tile.rows) * ceil_div(p_.cols, tile.cols);
+    const int64_t at_once = std::max(c.units / tile.units, 1);
+    const double us = 2.0 * double(tile.rows) * double(tile.cols) * double(p_.depth) * double(at_once) / c.flops_per_us;
+    return double(ceil_div(clusters, at_once)) * us + c.launch_us;
   }
 
   double whole_us() const {
     double least = INFINITY;
-    for (const Tile& tile : kTiles) least = std::min(least, gemm_us(p_.rows, tile));
+    for (const te_comm_tile& tile : tiles_) least = std::min(least, gemm_us(p_.rows, tile));
     return least;
   }
 
@@ -100,9 +112,13 @@ class Planner {
     return others == 0 ? 0 : double(others) * shard_us(p_.costs.link_bytes_per_us) + p_.costs.hop_us;
   }
 
-  // The time of a run of rows that begins at `from`: longer while rows are being transferred.
-  double run_us(int64_t rows, double from, const Tile& tile) const {
-    return gemm_us(rows, tile) * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
+  // The time of the run [begin, end) from `from` on: longer while rows are being transferred. Own rows beside others'
+  // are read from a copy, which is one launch more; of divisions that differ in nothing else, the one without it is
+  // taken. Among those for unknown tiles that would outweigh waves.
+  double run_us(int64_t begin, int64_t end, double from, const te_comm_tile& tile) const {
+    const bool copies = p_.tile.units > 0 && p_.op == TE_COMM_GATHER_PRODUCT && begin < shard_ && end > shard_;
+    const double us = gemm_us(end - begin, tile) + (copies ? p_.costs.launch_us : 0);
+    return us * (from < transfer_us(p_.costs.link_bytes_per_us) ? p_.costs.beside : 1);
   }
 
   double sum_us() const {
@@ -121,7 +137,7 @@ class Planner {
   }
 
   // The ends of the runs of the division that finishes first with this tile; the first run has own rows alone.
-  std::vector<int64_t> best_runs(const std::vector<int64_t>& cuts, const Tile& tile) const {
+  std::vector<int64_t> best_runs(const std::vector<int64_t>& cuts, const te_comm_tile& tile) const {
     const size_t n = cuts.size();
     std::vector<double> done(n, 0);
     std::vector<size_t> before(n, 0);
@@ -129,7 +145,7 @@ class Planner {
       done[end] = INFINITY;
       for (size_t start = cuts[end] <= shard_ ? 0 : 1; start < end; ++start) {
         const double from = std::max(done[start], arrival(cuts[end]));
-        const double us = from + run_us(cuts[end] - cuts[start], from, tile);
+        const double us = from + run_us(cuts[start], cuts[end], from, tile);
         if (us < done[end]) {
           done[end] = us;
           before[end] = start;
@@ -141,12 +157,12 @@ class Planner {
     return ends;
   }
 
-  double us_of(const std::vector<int64_t>& ends, const Tile& tile) const {
+  double us_of(const std::vector<int64_t>& ends, const te_comm_tile& tile) const {
     double done = 0;
     int64_t begin = 0;
     for (const int64_t end : ends) {
       const double from = std::max(done, arrival(end));
-      done = from + run_us(end - begin, from, tile);
+      done = from + run_us(begin, end, from, tile);
       begin = end;
     }
     return done;
@@ -157,10 +173,10 @@ class Planner {
   double best_runs(std::vector<int64_t>& ends) const {
     const std::vector<int64_t> places = cuts();
     double best = INFINITY, us = 0;
-    for (const Tile& tile : kTiles) {
+    for (const te_comm_tile& tile : tiles_) {
       const std::vector<int64_t> runs = best_runs(places, tile);
       double sum = 0, least = INFINITY;
-      for (const Tile& other : kTiles) {
+      for (const te_comm_tile& other : tiles_) {
         const double with = us_of(runs, other);
         sum += with;
         least = std::min(least, with);
@@ -261,6 +277,7 @@ class Planner {
 
   const te_comm_problem& p_;
   const int64_t shard_;
+  const std::vector<te_comm_tile> tiles_;
   std::vector<int64_t> runs_;  // their ends, in the order of arrival
   std::vector<te_comm_step>* steps_ = nullptr;
 };
@@ -283,18 +300,40 @@ void check_problem(const char* op, const te_comm_problem& p) {
   if (p.cols < 0) bad_argument(op, "problem.cols", p.cols, "a size >= 0");
   if (te_dtype_name(p.dtype) == nullptr) bad_argument(op, "problem.dtype", int(p.dtype), "a te_dtype");
   check_costs(op, "problem.costs", p.costs);
+  const te_comm_tile& t = p.tile;
+  const bool unknown = t.rows == 0 && t.cols == 0 && t.units == 0;
+  if (!unknown && (t.rows < 1 || t.cols < 1 || t.units < 1)) {
+    bad_argument(op, "problem.tile", concat(t.rows, " x ", t.cols, " on ", t.units), "numbers > 0, or 0 for all three");
+  }
 }
 
 // All that a plan depends on.
-using Key = std::array<double, 18>;
+using Key = std::array<double, 21>;
 constexpr size_t kMostKnown = 1024;
 
 Key key_of(const te_comm_problem& p) {
   const te_comm_costs& c = p.costs;
-  return {double(p.op),          double(p.schedule),    double(p.rows),     double(p.depth), double(p.cols),
-          double(p.ranks),       double(p.rank),        double(p.dtype),    c.flops_per_us,  c.link_bytes_per_us,
-          c.serial_bytes_per_us, c.memory_bytes_per_us, c.launch_us,        c.hop_us,        c.beside,
-          double(c.units),       double(c.tile_rows),   double(c.tile_cols)};
+  return {double(p.op),
+          double(p.schedule),
+          double(p.rows),
+          double(p.depth),
+          double(p.cols),
+          double(p.ranks),
+          double(p.rank),
+          double(p.dtype),
+          c.flops_per_us,
+          c.link_bytes_per_us,
+          c.serial_bytes_per_us,
+          c.memory_bytes_per_us,
+          c.launch_us,
+          c.hop_us,
+          c.beside,
+          double(c.units),
+          double(c.tile_rows),
+          double(c.tile_cols),
+          double(p.tile.rows),
+          double(p.tile.cols),
+          double(p.tile.units)};
 }
 
 std::string text_of(const te_comm_problem& p, const StepPlan& plan) {

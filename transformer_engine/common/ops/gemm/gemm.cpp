@@ -79,13 +79,15 @@ te_status te_gemm_workspace(const te_gemm_problem* problem, size_t* bytes) {
   });
 }
 
-te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does) {
+te_status te_gemm_takes_runs(const te_gemm_problem* problem, int32_t* does, te_gemm_tile* tile) {
   return te::c_guard([&] {
     using namespace te;
     const gemm::GemmShape shape = gemm::check_problem(*problem);
+    te_gemm_tile found{};
     *does = 1;
     (void)shape;
-    TE_ON_DEVICE_OF("te_gemm_takes_runs", problem->a, (void)0, *does = gemm::cuda::takes_runs(*problem, shape));
+    TE_ON_DEVICE_OF("te_gemm_takes_runs", problem->a, (void)0, *does = gemm::cuda::takes_runs(*problem, shape, found));
+    if (tile != nullptr) *tile = found;
   });
 }
 

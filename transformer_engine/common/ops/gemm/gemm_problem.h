@@ -58,7 +58,7 @@ void run_by(te_cpu_gemm_hook hook, const te_gemm_problem& problem, const GemmSha
 
 namespace cuda {
 size_t workspace(const te_gemm_problem& problem, const GemmShape& shape);
-bool takes_runs(const te_gemm_problem& problem, const GemmShape& shape);
+bool takes_runs(const te_gemm_problem& problem, const GemmShape& shape, te_gemm_tile& tile);
 void splits_of(const te_gemm_problem& problem, bool along_k, const int64_t* counts, int32_t number, uint8_t* splits);
 void run(const te_gemm_problem& problem, const GemmShape& shape, void* workspace, size_t bytes, te_stream stream);
 te_gemm_key key_of(const te_gemm_problem& problem, const GemmShape& shape);

@@ -240,7 +240,10 @@ void PeerCall::gather(const Tensor& mine) {
     push((rank + step) % ranks, offset, mine);
     signal((rank + step) % ranks);
   }
-  push(rank, offset, mine);
+}
+
+void PeerCall::gather_own(const Tensor& mine) {
+  push(channel_->rank(), channel_->rank() * int64_t(mine.nbytes()), mine);
 }
 
 void PeerCall::wait(int64_t from) {
@@ -269,6 +272,7 @@ PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor&
   buffers.hold(call_);
   all_ = call_->slot();
   call_->gather(in);
+  call_->gather_own(in);
 }
 
 Tensor PeerGathering::wait() {

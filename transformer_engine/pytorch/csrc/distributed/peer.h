@@ -106,8 +106,10 @@ class PeerCall {
   // Pushes dense rows into the slot of rank `to`, from byte `offset` on. Holds them until the end of the call.
   void push(int64_t to, int64_t offset, const Tensor& rows);
   void signal(int64_t to);
-  // Pushes the dense `mine` to every rank's slot, after the work of this stream so far.
+  // Pushes the dense `mine` to every other rank's slot, after the work of this stream so far.
   void gather(const Tensor& mine);
+  // Copies it into this rank's own slot, for readers of all rows there.
+  void gather_own(const Tensor& mine);
   // Waits for the pushes of rank `from`, or for this rank's own rows in its slot.
   void wait(int64_t from);
   void wait_for_others();

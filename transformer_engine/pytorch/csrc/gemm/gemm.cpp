@@ -201,8 +201,8 @@ thread_local int64_t runs_of = 0;
 RunsOf::RunsOf(int64_t rows) : outer_(std::exchange(runs_of, rows)) {}
 RunsOf::~RunsOf() { runs_of = outer_; }
 
-bool runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
-                     int64_t rows) {
+std::optional<te_gemm_tile> runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout,
+                                            const OptionalTensor& bias, int64_t rows) {
   const Tensor left = rows_of(a), right = rows_of(b);  // as each run's are brought in
   te_gemm_problem p = problem_of(left, right, layout_of(layout), bias.has_value() ? TE_GEMM_BIAS : TE_GEMM_NONE);
   if (bias.has_value()) p.bias = view_2d(*bias, "gemm", "bias");
@@ -212,8 +212,9 @@ bool runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout, 
   p.allow_tf32 = a.scalar_type() == at::kFloat && at::globalContext().allowTF32CuBLAS();
   tuning::meet(p);
   int32_t does = 0;
-  check(te_gemm_takes_runs(&p, &does));
-  return does != 0;
+  te_gemm_tile tile{};
+  check(te_gemm_takes_runs(&p, &does, &tile));
+  return does != 0 ? std::optional(tile) : std::nullopt;
 }
 
 void run_gemm(const GemmPath& path, te_gemm_problem& problem, const Tensor& like) {

@@ -23,7 +23,8 @@ Tensor gemm_accumulate(const Tensor& a, const Tensor& b, std::string_view layout
                        bool overwrite);
 
 // While it lives, the GEMMs of this thread compute chunks of a GEMM over `rows` rows: they use its algorithm, so that
-// an element has the same bits. runs_match_full: whether cuBLASLt has such an algorithm, with `rows` rows of b.
+// an element has the same bits. runs_match_full: the tile of such an algorithm of cuBLASLt, with `rows` rows of b; none
+// if it has none.
 class RunsOf {
  public:
   explicit RunsOf(int64_t rows);
@@ -34,8 +35,8 @@ class RunsOf {
  private:
   int64_t outer_;
 };
-bool runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias,
-                     int64_t rows);
+std::optional<te_gemm_tile> runs_match_full(const Tensor& a, const Tensor& b, std::string_view layout,
+                                            const OptionalTensor& bias, int64_t rows);
 
 // While it lives, the GEMMs of this thread on one stream share a workspace: hundreds of small ones would spend their
 // time on allocation.

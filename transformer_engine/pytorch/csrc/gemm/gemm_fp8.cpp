@@ -287,8 +287,9 @@ void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bo
   if (!result.is_same(d)) d.copy_(result);
 }
 
-bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
-                         const OptionalTensor& bias, bool fast, int64_t rows) {
+std::optional<te_gemm_tile> fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b,
+                                                at::ScalarType out_dtype, const OptionalTensor& bias, bool fast,
+                                                int64_t rows) {
   const Fp8Operand l(a, a_columnwise, "a"), r(b, false, "b");
   const Operand left(l.data, l.scale_inv, l.code, "a"), right(r.data, r.scale_inv, r.code, "b");
   const GemmPath path =
@@ -296,7 +297,9 @@ bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized&
                  bias.has_value() ? bias->scalar_type() : at::kFloat});
   const int64_t cols = left.data.size(0), depth = left.data.size(1);
   const bool fits = rows % 16 == 0 && cols % 16 == 0 && depth % 16 == 0 && left.data.is_contiguous();
-  if (path.by != GemmBy::kCublasLt || path.apart || !fits || right.scaling != TE_SCALING_TENSOR) return false;
+  if (path.by != GemmBy::kCublasLt || path.apart || !fits || right.scaling != TE_SCALING_TENSOR) {
+    return std::nullopt;
+  }
   const Padded first(left), second(right);
   te_gemm_problem p = problem_of(first, left, second, right, fast);
   p.b.rows = rows;
@@ -307,8 +310,9 @@ bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized&
     p.epilogue = TE_GEMM_BIAS;
   }
   int32_t does = 0;
-  check(te_gemm_takes_runs(&p, &does));
-  return does != 0;
+  te_gemm_tile tile{};
+  check(te_gemm_takes_runs(&p, &does, &tile));
+  return does != 0 ? std::optional(tile) : std::nullopt;
 }
 
 void gemm_fp8_accumulate_op(const Tensor& a, const Tensor& a_scale_inv, int64_t a_code, const Tensor& b,

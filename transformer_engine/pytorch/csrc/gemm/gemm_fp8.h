@@ -2,6 +2,8 @@
 // multiplies widened operands.
 #pragma once
 
+#include <transformer_engine/gemm.h>
+
 #include "core/common.h"
 #include "quantize/quantize.h"
 
@@ -50,9 +52,11 @@ Tensor gemm_fp8(const Quantized& a, bool a_columnwise, const Quantized& b, bool 
 void gemm_fp8_into(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, const Tensor& d,
                    const OptionalTensor& bias, bool fast);
 
-// Whether cuBLASLt gives chunks of the `rows` rows, in multiples of 16, the bits of the GEMM over all rows (RunsOf).
-bool fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b, at::ScalarType out_dtype,
-                         const OptionalTensor& bias, bool fast, int64_t rows);
+// The tile of an algorithm that gives chunks of the `rows` rows, in multiples of 16, the bits of the GEMM over all rows
+// (RunsOf); none if cuBLASLt has none.
+std::optional<te_gemm_tile> fp8_runs_match_full(const Quantized& a, bool a_columnwise, const Quantized& b,
+                                                at::ScalarType out_dtype, const OptionalTensor& bias, bool fast,
+                                                int64_t rows);
 
 template <class Mode = Direct>
 void gemm_fp8_accumulate(const Quantized& a, bool a_columnwise, const Quantized& b, bool b_columnwise, Tensor& out,

@@ -122,12 +122,11 @@ Tensor SingleProduct::dgrad_into(const DispatchMode& dispatch, const Operand& dy
   return dgrad_of(dispatch, dy, w.weights[0], like, split, into);
 }
 
-bool SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w,
-                               const Tensor& like, bool split) const {
+std::optional<te_gemm_tile> SingleProduct::takes_runs(Pass pass, const Operand& some, int64_t total_rows,
+                                                      const WeightSet& w, const Tensor& like, bool split) const {
   const Operand& weight = w.weights[0];
-  if (some.quantized() != weight.quantized()) return false;
-  const bool cpu = like.is_cpu();
-  if (cpu) return cpu_products_by_loop();
+  if (some.quantized() != weight.quantized()) return std::nullopt;
+  if (like.is_cpu()) return cpu_products_by_loop() ? std::optional(te_gemm_tile{}) : std::nullopt;
   const OptionalTensor bias = pass == Pass::kFprop ? w.bias(0) : OptionalTensor();
   if (!some.quantized()) {
     return runs_match_full(weight.plain, some.plain, pass == Pass::kFprop ? "TN" : "NN", bias, total_rows);

@@ -84,10 +84,11 @@ class TE_EXPORT GemmPolicy {
                             const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const {
     return into.copy_(dgrad(dispatch, dy, rows, w, like, split));
   }
-  // Whether fprop_into() or dgrad_into() keep that promise for all rows of this operand.
-  virtual bool takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w, const Tensor& like,
-                          bool split) const {
-    return false;
+  // Whether fprop_into() or dgrad_into() keep that promise for all rows of this operand: the tile of the algorithm, all
+  // 0 if it is unknown; none if they do not.
+  virtual std::optional<te_gemm_tile> takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w,
+                                                 const Tensor& like, bool split) const {
+    return std::nullopt;
   }
   // dx[..., K] of dy[..., N].
   virtual Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
@@ -107,8 +108,8 @@ class TE_EXPORT SingleProduct : public GemmPolicy {
                     const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const override;
   Tensor dgrad_into(const DispatchMode& dispatch, const Operand& dy, const Rows* rows, const WeightSet& w,
                     const Tensor& like, bool split, int64_t total_rows, const Tensor& into) const override;
-  bool takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w, const Tensor& like,
-                  bool split) const override;
+  std::optional<te_gemm_tile> takes_runs(Pass pass, const Operand& some, int64_t total_rows, const WeightSet& w,
+                                         const Tensor& like, bool split) const override;
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode& dispatch, Gradient gradient, Operand x,
                                         at::ScalarType dtype, bool split) const override;
 };

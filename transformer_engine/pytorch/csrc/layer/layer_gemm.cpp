@@ -34,8 +34,9 @@ PendingResult layer_gemm(const DispatchMode& dispatch, const LayerConfig& config
     if (!dispatch.direct()) return;
     total_rows = op.rows();
     const auto columns = total_rows > 0 ? result_columns(pass, weights.weights[0]) : std::nullopt;
-    const bool chunks = columns.has_value() && policy.takes_runs(pass, op.operand(), total_rows, weights, like, split);
-    op.plan_chunks(chunks ? columns : std::nullopt);
+    if (!columns.has_value()) return op.plan_chunks(std::nullopt);
+    const auto tile = policy.takes_runs(pass, op.operand(), total_rows, weights, like, split);
+    op.plan_chunks(tile.has_value() ? std::optional(ChunkedResult{*columns, *tile}) : std::nullopt);
   };
   return through(std::move(comm_op), operand, like, gemm, plan);
 }

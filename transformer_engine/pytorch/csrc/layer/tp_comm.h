@@ -3,17 +3,28 @@
 // - A local layer has none.
 #pragma once
 
+#include <transformer_engine/gemm.h>
+
+#include <ATen/ops/empty.h>
+
 #include <memory>
 #include <optional>
 #include <string_view>
 
 #include "core/comm_buffer_pool.h"
+#include "core/rows_view.h"
 #include "gemm/product.h"
 
 namespace te_torch::layer {
 
 // A GEMM by its operand: the layer's operand, or the gradient of the result.
 enum class Pass : uint8_t { kFprop, kDgrad };
+
+// A result that a GEMM may compute in chunks of rows: its columns, and the tile of the algorithm.
+struct ChunkedResult {
+  int64_t columns;
+  te_gemm_tile tile;
+};
 
 // The communication of one GEMM.
 class TE_EXPORT CommOp {
@@ -30,8 +41,8 @@ class TE_EXPORT CommOp {
   virtual const Tensor* at_once() const { return nullptr; }
   // All rows of the GEMM, if it may run in chunks; else 0.
   virtual int64_t rows() const { return 0; }
-  // Called first. columns: those of the result, if chunks of its rows have the bits of one GEMM over all rows.
-  virtual void plan_chunks(std::optional<int64_t> columns) {}
+  // Called first. result: if chunks of its rows have the bits of one GEMM over all rows.
+  virtual void plan_chunks(const std::optional<ChunkedResult>& result) {}
   // The buffer for the result of all rows, [rows, cols]; undefined: any, and store_chunk() moves it.
   virtual Tensor output_buffer() const { return {}; }
   // The operand's rows of a chunk.
@@ -135,8 +146,8 @@ PendingResult through(std::unique_ptr<CommOp> comm_op, const Operand& mine, cons
   const Tensor buffer = comm_op->output_buffer();
   Rows rows;
   while (comm_op->next_chunk(rows)) {
-    const Tensor shape = like.new_empty({0}).expand({rows.count, 0});
-    const Tensor into = buffer.defined() ? buffer.narrow(0, rows.first, rows.count) : Tensor();
+    const Tensor shape = at::empty({rows.count, 0}, like.options());
+    const Tensor into = buffer.defined() ? rows_view(buffer, rows.first, rows.count) : Tensor();
     comm_op->store_chunk(&rows, product(comm_op->part(rows), &rows, shape, into));
   }
   return {std::move(comm_op), {}};

@@ -1,13 +1,12 @@
 // See tp_comm_peer.h. The comm room of the engine plans the order of the steps.
 #include "layer/tp_comm_peer.h"
 
-#include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
 #include <transformer_engine/comm.h>
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
+#include <string>
 
 namespace te_torch::layer {
 
@@ -36,11 +35,20 @@ std::vector<int64_t> with_first(const Tensor& t, int64_t first, int64_t last) {
 }
 
 std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_prediction& prediction) {
+  std::vector<te_comm_step> steps(32);  // enough for the plans of a few ranks
   int64_t count = 0;
-  check(te_comm_plan(&problem, nullptr, 0, &count, &prediction));
-  std::vector<te_comm_step> steps(static_cast<size_t>(count));
-  check(te_comm_plan(&problem, steps.data(), count, &count, &prediction));
+  check(te_comm_plan(&problem, steps.data(), int64_t(steps.size()), &count, &prediction));
+  const bool fits = count <= int64_t(steps.size());
+  steps.resize(static_cast<size_t>(count));
+  if (!fits) check(te_comm_plan(&problem, steps.data(), count, &count, &prediction));
   return steps;
+}
+
+// rows_of(), without the dispatcher.
+Operand direct_rows(const Operand& t, const Rows& rows) {
+  if (t.quantized() || t.plain.dim() < 2) return rows_of(t, rows);
+  const Tensor& all = t.plain;
+  return {rows_view(all.dim() == 2 ? all : all.flatten(0, -2), rows.first, rows.count), {}};
 }
 
 // The base of gathers and scatters: the plan and its steps.
@@ -67,15 +75,16 @@ class PeerCommOp : public CommOp {
 
   int64_t rows() const override { return shard_ * ranks(); }
 
-  void plan_chunks(std::optional<int64_t> columns) override {
+  void plan_chunks(const std::optional<ChunkedResult>& result) override {
     const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
-    plan(columns);
+    plan(result);
     Direct::call<peer_path>(name, path_.c_str(), why_.c_str());
-    if (runs_) result_ = at::empty({rows(), *columns}, like_.options());
+    if (runs_) result_ = at::empty({rows(), result->columns}, like_.options());
     begin_product();
   }
 
   const Tensor* at_once() const override { return runs_ ? nullptr : &full_; }
+  Operand part(const Rows& rows) const override { return direct_rows(operand(), rows); }
   Tensor output_buffer() const override { return result_; }
 
   bool next_chunk(Rows& rows) override {
@@ -106,9 +115,11 @@ class PeerCommOp : public CommOp {
   virtual void end_product() = 0;          // after the last chunk of a GEMM in chunks
 
   std::string call_text(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
-    std::ostringstream text;
-    text << what << (pass_ == Pass::kFprop ? " (forward) " : " (backward) ") << t.scalar_type() << " " << sizes;
-    return text.str();
+    std::string text = what;
+    text += pass_ == Pass::kFprop ? " (forward) " : " (backward) ";
+    text += c10::toString(t.scalar_type());
+    for (size_t d = 0; d < sizes.size(); ++d) text += (d == 0 ? " [" : ", ") + std::to_string(sizes[d]);
+    return text += "]";
   }
 
   const std::shared_ptr<PeerChannel> channel_;
@@ -125,13 +136,13 @@ class PeerCommOp : public CommOp {
 
  private:
   // Runs, or none and why.
-  void plan(std::optional<int64_t> columns) {
+  void plan(const std::optional<ChunkedResult>& result) {
     path_ = "peers, serial";
     if (mine_.quantized() && shard_ % kFp8Rows != 0) {
       why_ = "runs of FP8 products want a multiple of 16 rows from each rank";
       return;
     }
-    if (!columns.has_value()) {
+    if (!result.has_value()) {
       why_ = like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
                               "set_cpu_products('loop')"
                             : "the product's algorithm splits its reduction, or has no runs";
@@ -142,11 +153,12 @@ class PeerCommOp : public CommOp {
                                   automatic_ ? TE_COMM_AUTO : TE_COMM_CHUNKED,
                                   rows(),
                                   data_of(mine_).size(-1),
-                                  *columns,
+                                  result->columns,
                                   int32_t(ranks()),
                                   int32_t(rank()),
                                   bytes ? TE_FLOAT8_E4M3 : dtype_of(like_, "linear", "x"),
-                                  channel_->costs()};
+                                  channel_->costs(),
+                                  {result->tile.rows, result->tile.cols, result->tile.units}};
     te_comm_prediction prediction{};
     steps_ = plan_of(problem, prediction);
     runs_ = prediction.schedule == TE_COMM_CHUNKED;
@@ -172,7 +184,7 @@ class PeerGather final : public PeerCommOp {
   PeerGather(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
              ScopedBuffers* buffers)
       : PeerCommOp(channel, TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine)),
-                   like.new_empty({0}).expand(with_first(like, like.size(0) * channel->ranks(), 0))),
+                   at::empty(with_first(like, like.size(0) * channel->ranks(), 0), like.options())),
         read_later_(pass == Pass::kDgrad || buffers == nullptr),
         own_(mine) {
     Tensor& data = own_.quantized() ? own_.fp8.rowwise : own_.plain;
@@ -191,10 +203,8 @@ class PeerGather final : public PeerCommOp {
   const Operand& operand() const override { return arrived_; }
 
   Operand part(const Rows& rows) const override {
-    const int64_t first = rank() * shard_;
-    const bool own = rows.first >= first && rows.first + rows.count <= first + shard_;
-    if (!own || own_in_slot_) return rows_of(arrived_, rows);
-    return rows_of(own_, {rows.first - first, rows.count});
+    if (!own_alone(rows.first, rows.first + rows.count) || own_in_slot_) return direct_rows(arrived_, rows);
+    return direct_rows(own_, {rows.first - rank() * shard_, rows.count});
   }
 
   void store_chunk(const Rows* rows, const Tensor& result) override {
@@ -211,14 +221,27 @@ class PeerGather final : public PeerCommOp {
   }
 
  private:
+  // Rows of this rank alone are read where they are, so that a copy of them in the slot is for all other readers.
+  bool own_alone(int64_t first, int64_t last) const {
+    return first >= rank() * shard_ && last <= (rank() + 1) * shard_;
+  }
+  bool copies_own() const {
+    return !runs_ || read_later_ || own_in_slot_ ||
+           std::any_of(steps_.begin(), steps_.end(), [&](const te_comm_step& step) {
+             return step.kind == TE_COMM_STEP_GEMM && !own_alone(step.first, step.last) &&
+                    step.first < (rank() + 1) * shard_ && step.last > rank() * shard_;
+           });
+  }
+
   void begin_product() override {
+    // Rows of this rank whose alignment does not fit a chunk are read from the slot.
+    own_in_slot_ = runs_ && reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned != 0;
+    if (copies_own()) call_->gather_own(data_of(own_));
     if (!runs_) {
       call_->wait_for_others();
       call_->wait(rank());
       end_product();
-    } else if (reinterpret_cast<uintptr_t>(data_of(own_).data_ptr()) % kAligned != 0) {
-      // Rows of this rank whose alignment does not fit a chunk are read from the slot.
-      own_in_slot_ = true;
+    } else if (own_in_slot_) {
       call_->wait(rank());
     }
   }
@@ -262,7 +285,7 @@ class PeerScatter final : public PeerCommOp {
       const int64_t first = std::max(taken.first, to * shard_);
       const int64_t last = std::min(taken.first + taken.count, (to + 1) * shard_);
       if (first >= last && shard_ > 0) continue;  // without rows the ranks say so
-      const Tensor piece = result_.narrow(0, first, last - first);
+      const Tensor piece = rows_view(result_, first, last - first);
       call_->push(to, ((rank() * shard_) + first - to * shard_) * pitch_, piece);
       computed_[size_t(to)] += last - first;
       if (computed_[size_t(to)] == shard_) call_->signal(to);
@@ -273,8 +296,8 @@ class PeerScatter final : public PeerCommOp {
     call_->wait_for_others();
     std::vector<te_tensor> partials;
     for (int64_t from = 0; from < ranks(); ++from) {
-      const Tensor part =
-          from == rank() ? result_.narrow(0, rank() * shard_, shard_) : call_->slot().narrow(0, from * shard_, shard_);
+      const Tensor part = from == rank() ? rows_view(result_, rank() * shard_, shard_)
+                                         : rows_view(call_->slot(), from * shard_, shard_);
       partials.push_back(view_2d(part, "peer_scatter", "partials"));
     }
     const Tensor out = at::empty(with_first(like_, like_.size(0) / ranks(), result_.size(-1)), like_.options());

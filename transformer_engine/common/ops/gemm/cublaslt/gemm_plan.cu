@@ -272,14 +272,48 @@ const MatmulPlan& plan_of_run(const te_gemm_problem& p, const GemmShape& s) {
   return *plan;
 }
 
+struct Extents {
+  uint32_t id;
+  int32_t down, across;  // of d^T, which cuBLASLt computes
+};
+
+// Those that its heuristics take for products of large layers on Hopper.
+constexpr Extents kTiles[] = {{CUBLASLT_MATMUL_TILE_64x256, 64, 256},   {CUBLASLT_MATMUL_TILE_256x64, 256, 64},
+                              {CUBLASLT_MATMUL_TILE_128x128, 128, 128}, {CUBLASLT_MATMUL_TILE_128x256, 128, 256},
+                              {CUBLASLT_MATMUL_TILE_256x128, 256, 128}, {CUBLASLT_MATMUL_TILE_128x192, 128, 192},
+                              {CUBLASLT_MATMUL_TILE_192x128, 192, 128}, {CUBLASLT_MATMUL_TILE_192x192, 192, 192},
+                              {CUBLASLT_MATMUL_TILE_128x320, 128, 320}, {CUBLASLT_MATMUL_TILE_320x128, 320, 128}};
+constexpr Extents kClusters[] = {{CUBLASLT_CLUSTER_SHAPE_1x1x1, 1, 1},
+                                 {CUBLASLT_CLUSTER_SHAPE_2x1x1, 2, 1},
+                                 {CUBLASLT_CLUSTER_SHAPE_1x2x1, 1, 2},
+                                 {CUBLASLT_CLUSTER_SHAPE_2x2x1, 2, 2}};
+
+te_gemm_tile tile_of(const cublasLtMatmulAlgo_t& algo) {
+  uint16_t cluster = 0;
+  size_t written = 0;
+  check(lt().cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, &cluster,
+                                                  sizeof cluster, &written),
+        "cublasLtMatmulAlgoConfigGetAttribute");
+  const uint32_t id = attribute_of(algo, CUBLASLT_ALGO_CONFIG_TILE_ID);
+  for (const Extents& tile : kTiles) {
+    for (const Extents& each : kClusters) {
+      if (tile.id != id || each.id != cluster) continue;
+      return {tile.across * each.across, tile.down * each.down, each.down * each.across};
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
-bool takes_runs(const te_gemm_problem& p, const GemmShape& s) {
+bool takes_runs(const te_gemm_problem& p, const GemmShape& s, te_gemm_tile& tile) {
   if (is_empty(s)) return false;
   te_gemm_problem full = p;
   full.whole_rows = s.m;
   full = full_product_of(full);
-  return !splits(plan_alone(full, s, SIZE_MAX));
+  const MatmulPlan& plan = plan_alone(full, s, SIZE_MAX);
+  tile = tile_of(plan.algo);
+  return !splits(plan);
 }
 
 bool splits(const MatmulPlan& plan) {
