@@ -5,14 +5,18 @@ symmetric memory (torch fused). `gemm` is the rank's product alone: the targets 
     torchrun --nproc-per-node=2 bench_overlap.py                    # each rank on its own CUDA device
     torchrun --nproc-per-node=2 bench_overlap.py --device cpu       # small shapes: checks that it runs
 
-First it prints an entry of ops/comm/costs.cpp for such devices, by which "auto" decides (link_costs.py). --tokens
-selects the numbers of tokens; the first one of all also measures a column's backward. A shape is tokens of all ranks,
-width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x [N, K / t]^T of a row."""
+First it prints an entry of ops/comm/costs.cpp for such devices, by which "auto" decides (link_costs.py). `predicted` is
+the time of "chunked" by the plan and that entry: the measured time of the product, longer in the same proportion.
+--tokens selects the numbers of tokens; the first one of all also measures a column's backward. A shape is tokens of all
+ranks, width of all ranks' weights, depth: [M, K] x [N / t, K]^T of a column, [M, K / t] x [N, K / t]^T of a row."""
+
+import dataclasses
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Case
+from engine_calls import Costs, Product, predicted_us
 from link_costs import Meter
 from rank_bench import RankBench
 
@@ -25,7 +29,8 @@ MODELS = {  # N, K: 70B gate_up, qkv, 8B gate_up, qkv; 70B down, o_proj, 8B down
     "linear_scatter": [(8192, 28672), (8192, 8192), (4096, 14336)],
 }
 TOKENS = {"cuda": (8192, 256, 512, 1024, 2048, 4096, 16384), "cpu": (256,)}
-SAMPLE_US, FLOPS_PER_US = 20_000, 7e8  # time of a sample on CUDA, which gives its number of calls
+SAMPLE_US, FLOPS_PER_US = 8_000, 7e8  # time of a sample on CUDA, which gives its number of calls
+ROUNDS = 15
 CPU = {"gather_linear": [(96, 32)], "linear_scatter": [(32, 96)]}
 
 
@@ -67,7 +72,16 @@ def fused(op, x, weight):
         return None
 
 
-def forward(bench, op, m, n, k):
+def prediction(bench, op, m, n, k, weight, whole, costs):
+    """The predicted time of a call in chunks over that of its product; None where that has no runs."""
+    tile = Product(weight, whole, torch.empty(m, len(weight), dtype=weight.dtype, device=bench.device)).tile()
+    if tile is None:
+        return None
+    chunked, alone = predicted_us(op, m, len(weight), weight.shape[1], bench.ranks, tile, costs)
+    return chunked / alone
+
+
+def forward(bench, op, m, n, k, costs):
     case = Case("M", op, "bf16", (m, n, k), "forward", flops=2 * m * n * k // bench.ranks)
     if not bench.selects(case):
         return
@@ -93,7 +107,11 @@ def forward(bench, op, m, n, k):
     peer = fused(op, x, weight)
     if peer is not None:
         ways["torch fused"] = peer
-    bench.compare_ranks(case, ways, calls=calls_of(bench, case))
+    p50 = bench.compare_ranks(case, ways, calls=calls_of(bench, case))
+    longer = prediction(bench, op, m, n, k, weight, whole, costs)
+    if longer is not None:
+        bench.record(case, {"predicted": longer * p50["gemm"]}, "us")
+        bench.say(f"  predicted {longer:.3f} of the product, measured {p50['ours'] / p50['gemm']:.3f}")
 
 
 def backward(bench, m, n, k, direction):
@@ -135,14 +153,15 @@ def main():
     _C.set_cpu_products("loop")
     shapes, tokens = MODELS if bench.cuda else CPU, TOKENS[bench.device.type]
     meter = Meter(bench)  # keeps the memory mapped: if one rank unmaps it, the next meeting may find it half gone
-    link = meter.link()
+    link, bench.rounds = meter.link(), min(ROUNDS, bench.rounds)
+    costs = Costs(**dataclasses.asdict(link))
     bench.say("an entry of ops/comm/costs.cpp, where each rank has a device of its own:")
     bench.say(link.entry(kind_of(bench.device)))
     counts = bench.options.tokens or tokens
     for m in counts:
         for op, widths in shapes.items():
             for n, k in widths:
-                forward(bench, op, m, n, k)
+                forward(bench, op, m, n, k, costs)
     for n, k in shapes["gather_linear"][:1] if tokens[0] in counts else ():
         for direction in ("backward", "forward+backward"):
             backward(bench, tokens[0], n, k, direction)

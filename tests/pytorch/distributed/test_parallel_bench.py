@@ -55,6 +55,16 @@ def test_products_beside_their_communication(tmp_path):
 
 
 @pytest.mark.dist
+def test_divided_layers(tmp_path):
+    """Beside plain torch, divided in the same way, which has no FP8."""
+    _, rows = run("bench_parallel_layers", tmp_path)
+    own = ("ours", "own auto", "own off", "own undivided")
+    wanted = {(f"parallel_{kind}", impl) for kind in ("mlp", "layer") for impl in (*own, "torch async")}
+    wanted |= {(f"parallel_{kind}_current", impl) for kind in ("mlp", "layer") for impl in own}
+    assert {(row["op"], row["impl"]) for row in rows} == wanted
+
+
+@pytest.mark.dist
 def test_rank_0_of_eight(tmp_path):
     """It checks what it computes. Mutant: a peer that pushes elsewhere than its part of the slot."""
     _, rows = run("bench_overlap8", tmp_path)
