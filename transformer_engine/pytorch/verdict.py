@@ -38,7 +38,7 @@ class Mailbox:
 
 class SplitVerdict(NamedTuple):
     """Since the process began, or since reset_split_verdict(): sizes of groups that were negative, and counted as 0;
-    rows that groups claimed beyond the tensor, which were cut."""
+    rows that groups claimed beyond the tensor, and ids of experts out of range, which were cut."""
 
     negative: int
     cut: int
@@ -53,7 +53,7 @@ def count_splits(op: str, device: torch.device) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: its first call with sizes of groups on {device} is inside of a CUDA graph's capture; run it once "
+            f"{op}: its first call whose counts are on {device} is inside of a CUDA graph's capture; run it once "
             "before."
         )
     with outside_of_modes():
@@ -114,13 +114,8 @@ class Watch:
     def verdict(self, wait: bool = False) -> StepVerdict | None:
         """The verdict on the last step whose report has arrived and was not read yet, else None; does not wait. wait:
         the verdict on the current step, after waiting for the device."""
-        if not wait:
-            report = self._mailbox.read()
-        else:
-            self._post()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-            report = self._mailbox.peek()
+        # A report of the current step in the mailbox would take the place of one that was not read yet.
+        report = _report_in(self._record.cpu().view(torch.uint8)) if wait else self._mailbox.read()
         return None if report is None else StepVerdict(**report)
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
@@ -133,7 +128,8 @@ class Watch:
             return self._gate
         gate = self._gates.get(group)
         if gate is None:
-            gate = self._gates[group] = torch.zeros_like(self._gate)
+            with outside_of_modes():
+                gate = self._gates[group] = torch.zeros_like(self._gate)
         gate.copy_(self._gate)
         torch.distributed.all_reduce(gate, torch.distributed.ReduceOp.MAX, group=group)
         return gate
@@ -154,6 +150,11 @@ def watch(device: torch.device | str | int | None = None) -> Watch:
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in _watches:
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"verdict.watch: the first call for {device} is inside of a CUDA graph's capture; call it once "
+                    "before."
+                )
             count_splits("verdict.watch", device)
         with outside_of_modes():
             _watches[device] = Watch(device)

@@ -44,6 +44,13 @@ def test_aligned_views_are_not_copied(device, dtype):
         assert_same_bits(copy, view)
 
 
+def test_tensors_of_torch_func_have_no_address(device):
+    x = torch.randn(3, 5, 4, 16, device=device)
+    assert_same_bits(torch.func.vmap(aligned)(x), x)
+    assert_same_bits(torch.func.vmap(lambda grad: gradient_like((64, 1, 4), grad))(x), x)
+    assert_same_bits(torch.func.grad(lambda t: aligned(t).sum())(x), torch.ones_like(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [7, 8])
 def test_zeros_keep_the_order_in_memory(device, dtype, width):

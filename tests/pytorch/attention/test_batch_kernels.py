@@ -23,9 +23,11 @@ def kernels(request):
         yield
 
 
-def attention(q, k, v, sink=None, *, kernel, layout="bshd", window=(-1, 0), bottom_right=False, cap=0.0, rows=None):
+def attention(
+    q, k, v, sink=None, *, kernel, layout="bshd", window=(-1, 0), bottom_right=False, cap=0.0, rows=None, scale=None
+):
     """(out, lse) by the op itself, which unlike the function runs them on a CPU."""
-    pattern, scores = [*window, int(bottom_right), -1, -1], [q.shape[-1] ** -0.5, 1.0, cap]
+    pattern, scores = [*window, int(bottom_right), -1, -1], [q.shape[-1] ** -0.5 if scale is None else scale, 1.0, cap]
     rows = [None] * 7 if rows is None else rows
     out, lse, _ = torch.ops.te.attention(q, k, v, None, None, sink, rows, layout, kernel, pattern, scores)
     return out, lse
@@ -128,6 +130,7 @@ def test_opcheck(device, kernel, dtype):
         ({"dims": (20, 20)}, ("multiples of 8", "20 and 20")),
         ({"dtype": torch.float64}, ("float16", "Double")),
         ({"cap": 2.0}, ("'softcap'",)),
+        ({"scale": 0.0}, ("'scale'", "0")),
         ({"present": True}, ("'present_q'",)),
     ],
     ids=str,

@@ -71,6 +71,18 @@ def test_a_verdict_is_read_once(watched, device):
     assert watched.verdict() == StepVerdict(found.step + 1, 0, 0, 0.0)
 
 
+def test_a_look_at_the_current_step_takes_no_report_away(watched, device):
+    layer, x = crowded(device, 0.5)
+    step = watched.verdict(wait=True).step
+    assert watched.verdict() is None, "the step has not ended"
+    layer(x)
+    watched.reset()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found = watched.verdict()
+    assert found.step == step and found.cut > 0
+
+
 @pytest.mark.parametrize("experts", [None, (0, 3), (1, 2)])
 def test_the_capacity_that_would_have_done(experts, watched, device):
     """Of the layer that lacked most. With it nothing is cut, and with a hundredth less than the rows that it has

@@ -3,12 +3,19 @@ zeros in padding in one pass that keeps the order."""
 
 import torch
 
+from transformer_engine.pytorch._internal import torch_private
+
 _BYTES = 16
 
 
 def starts_aligned(t: torch.Tensor) -> bool:
-    """True of a traced tensor, whose place is not known; torch.compile copies inputs at other addresses."""
-    return torch.compiler.is_compiling() or t.data_ptr() % _BYTES == 0
+    """True of a traced tensor, whose place is not known; torch.compile copies inputs at other addresses. And of one
+    that torch.func wraps, which has no place."""
+    return torch.compiler.is_compiling() or _is_wrapped() or t.data_ptr() % _BYTES == 0
+
+
+def _is_wrapped() -> bool:
+    return torch_private.peek_interpreter_stack() is not None
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
@@ -16,13 +23,16 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     wrong values or fail the device. t itself, or a copy."""
     unit = _BYTES // t.element_size()
     *others, last = t.stride()
-    if last == 1 and not any(stride % unit for stride in others) and starts_aligned(t):
+    odd = any(stride % unit for size, stride in zip(t.shape, others) if size != 1)
+    if last == 1 and not odd and starts_aligned(t):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def gradient_like(strides: tuple[int, ...], grad: torch.Tensor) -> torch.Tensor:
     """The gradient of a kernel's result that has these strides: cuDNN's backward reads both by the same ones."""
+    if _is_wrapped():
+        return grad
     pairs = zip(grad.shape, grad.stride(), strides, strict=True)
     if all(size == 1 or stride == wanted for size, stride, wanted in pairs) and starts_aligned(grad):
         return grad

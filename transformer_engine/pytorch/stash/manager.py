@@ -196,10 +196,10 @@ class PagedStash(_C.StashCore):
 
     def gate(self, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
         """float32 [] on the device: 1 where this step has a flag, else 0. Pass it as the `found_inf` of FusedAdam and
-        torch's fused optimizers, which then skip the step. It is the same tensor for the life of the stash. group:
-        returns the maximum over these ranks in another tensor, by one all-reduce on the device; every rank calls it in
-        each step, also ranks without groups. Where te.verdict.watch() watches the device, it is up where rows were cut,
-        too."""
+        torch's fused optimizers, which then skip the step. Each call writes the same tensor, from the first
+        te.verdict.watch() of the device on another one, which is 1 where rows were cut, too. group: returns the maximum
+        over these ranks in another tensor, by one all-reduce on the device; every rank calls it in each step, also
+        ranks without groups."""
         self._check_open("gate")
         self._wait_for_replays()
         if self._pool is not None:

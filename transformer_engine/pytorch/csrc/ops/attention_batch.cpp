@@ -44,6 +44,7 @@ void check_batch(const AttentionCall& call, const char* kernel, int64_t unit) {
              !call.bias.has_value() && !call.slopes.has_value(),
          "has no arguments 'mask', 'present_q', 'present_kv', 'bias' and 'alibi_slopes'");
   wanted(call.softcap == 0.0, "has no argument 'softcap'");
+  wanted(call.scale > 0.0, "takes a scale above 0, and argument 'scale' is ", call.scale);
   wanted(call.q.sym_size(-1) % unit == 0 && call.v.sym_size(-1) % unit == 0, "takes multiples of ", unit,
          " as head_dim, and those of 'q' and 'v' are ", call.q.sym_size(-1), " and ", call.v.sym_size(-1));
   const auto queries = call.q.sym_size(seq_dim(call)), keys = call.k.sym_size(seq_dim(call));

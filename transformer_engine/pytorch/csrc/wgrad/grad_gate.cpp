@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <transformer_engine/comm.h>
 
 #include <algorithm>
 #include <atomic>
@@ -33,6 +34,13 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
 
 c10::Stream stream_of(const Tensor& t) { return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()); }
+
+bool is_captured(const c10::Stream& stream) {
+  int32_t captured = 0;
+  // The default stream is never captured, and CUDA refuses the question during a capture.
+  if (stream.native_handle() != nullptr) check(te_comm_is_captured(stream.native_handle(), &captured));
+  return captured != 0;
+}
 
 // Streams of a GPU on which products were added to a main_grad.
 class ProductStreams {
@@ -72,16 +80,18 @@ struct Target {
   // The gradient into main_grad, and out of .grad.
   void take(const Tensor& parameter) const {
     if (!counts->accumulates.load() || main_grad.storage().nbytes() < bytes) call("check_accumulates", &parameter);
+    if (!parameter.grad().defined()) return;
+    const bool is_added = adds(parameter);  // before the gradient is taken: it may raise
     const Tensor grad = take_grad(parameter);
     if (!grad.defined()) return;
     if (grad.layout() != at::kStrided) {
-      parameter.mutable_grad() = grad;  // for the error
+      if (!parameter.grad().defined()) parameter.mutable_grad() = grad;  // for the error
       call("refuse_layout", &parameter);
     }
-    if (!adds(parameter)) return;
-    wait_for_products();
+    if (!is_added) return;
     const at::NoGradGuard no_grad;
     const Turns turn({{main_grad, 0, false}});
+    wait_for_products();
     Tensor(main_grad).add_(grad);
   }
 
@@ -90,7 +100,8 @@ struct Target {
     if (main_grad.is_cpu()) return;
     const c10::Stream current = stream_of(main_grad);
     for (const c10::Stream& stream : products->all()) {
-      if (stream == current) continue;
+      // Work outside of a capture is before it, and CUDA refuses to wait for it there.
+      if (stream == current || (is_captured(current) && !is_captured(stream))) continue;
       c10::Event event(stream.device_type());
       event.record(stream);
       event.block(current);
