@@ -19,6 +19,7 @@
 
 #include "autograd/accumulators.h"
 #include "core/held_object.h"
+#include "core/torch_api.h"
 #include "wgrad/main_grad_python.h"
 #include "wgrad/ready_counts.h"
 #include "wgrad/turns.h"
@@ -38,7 +39,7 @@ c10::Stream stream_of(const Tensor& t) { return c10::impl::VirtualGuardImpl(t.de
 bool is_captured(const c10::Stream& stream) {
   int32_t captured = 0;
   // The default stream is never captured, and CUDA refuses the question during a capture.
-  if (stream.native_handle() != nullptr) check(te_comm_is_captured(stream.native_handle(), &captured));
+  if (void* const handle = handle_of(stream); handle != nullptr) check(te_comm_is_captured(handle, &captured));
   return captured != 0;
 }
 
