@@ -49,6 +49,15 @@ class Packed:
         return made
 
 
+def batch_inputs(device, dtype, *, seqs=(70, 70), heads=(4, 2), dims=(64, 64), batch=2, layout="bshd"):
+    """q, k and v of a batch."""
+    made = []
+    for seq, count, width in ((seqs[0], heads[0], dims[0]), (seqs[1], heads[1], dims[0]), (seqs[1], heads[1], dims[1])):
+        shape = (batch, seq) if layout == "bshd" else (seq, batch)
+        made.append(torch.randn(*shape, count, width).to(device, dtype))
+    return made
+
+
 def visible(n_q, n_kv, mask, window):
     """bool [n_q, n_kv]."""
     left, right = window

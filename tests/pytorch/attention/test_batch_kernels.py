@@ -7,7 +7,7 @@ import torch
 from support import refused
 
 from .batch_stand_in import batch_kernels_on_the_cpu
-from .packed_cases import check_close, gradients
+from .packed_cases import batch_inputs, check_close, gradients
 
 SINK = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
 CASES = [("cudnn", torch.float16), ("cudnn", torch.bfloat16)]
@@ -33,17 +33,9 @@ def attention(
     return out, lse
 
 
-def inputs(device, dtype, *, seqs=(70, 70), heads=(4, 2), dims=(64, 64), batch=2, layout="bshd"):
-    made = []
-    for seq, count, width in ((seqs[0], heads[0], dims[0]), (seqs[1], heads[1], dims[0]), (seqs[1], heads[1], dims[1])):
-        shape = (batch, seq) if layout == "bshd" else (seq, batch)
-        made.append(torch.randn(*shape, count, width).to(device, dtype))
-    return made
-
-
 def check(device, kernel, dtype, *, sink=SINK, layout="bshd", window=(-1, 0), **shape):
     """Within twice chunked's bounds of float64, as these kernels round p and ds too."""
-    tensors, options = inputs(device, dtype, layout=layout, **shape), {"layout": layout, "window": window}
+    tensors, options = batch_inputs(device, dtype, layout=layout, **shape), {"layout": layout, "window": window}
     learned = [] if sink is None else [sink.to(device)]
     got = gradients(lambda *t: attention(*t, kernel=kernel, **options)[0], [*tensors, *learned])
     wide = [t.double() for t in tensors]
@@ -98,7 +90,7 @@ def test_views_and_gradients_of_any_strides(device, kernel, dtype):
 
 @both
 def test_a_part_of_the_gradients(device, kernel, dtype):
-    tensors, sink = inputs(device, dtype, seqs=(9, 9)), SINK.clone().to(device)
+    tensors, sink = batch_inputs(device, dtype, seqs=(9, 9)), SINK.clone().to(device)
     leaves = [t.requires_grad_() for t in (*tensors, sink)]
     out = attention(*leaves, kernel=kernel)[0]
     every = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
@@ -109,7 +101,7 @@ def test_a_part_of_the_gradients(device, kernel, dtype):
 
 @both
 def test_opcheck(device, kernel, dtype):
-    q, k, v = inputs(device, dtype, seqs=(5, 5), dims=(16, 16))
+    q, k, v = batch_inputs(device, dtype, seqs=(5, 5), dims=(16, 16))
     sink, rest = SINK.to(device), ([None] * 7, "bshd", kernel, [-1, 0, 0, -1, -1], [0.25, 1.0, 0.0])
     torch.library.opcheck(torch.ops.te.attention_fwd.default, (q, k, v, None, None, sink, *rest))
     out, lse, _ = torch.ops.te.attention_fwd(q, k, v, None, None, sink, *rest)
@@ -144,19 +136,19 @@ def test_calls_that_they_do_not_take(device, kernel, change, words):
     if change.pop("present", False):
         change["rows"] = [None, torch.ones(2, 70, dtype=torch.bool, device=device), *[None] * 5]
     with refused(ValueError, "attention", f"'{kernel}'", *words, "kernel='chunked'"):
-        attention(*inputs(device, dtype, **shape), kernel=kernel, **change)
+        attention(*batch_inputs(device, dtype, **shape), kernel=kernel, **change)
 
 
 def test_what_cudnn_alone_does_not_take(device):
     for change, words in ({"dims": (136, 64)}, ("at most 128", "136 and 64")), ({}, ("float16", "Float")):
         dtype = torch.bfloat16 if change else torch.float32
         with refused(ValueError, "attention", "'cudnn'", *words, "kernel='chunked'"):
-            attention(*inputs(device, dtype, **change), kernel="cudnn")
+            attention(*batch_inputs(device, dtype, **change), kernel="cudnn")
 
 
 @both
 def test_a_gradient_of_the_log_sum_exp_is_refused(device, kernel, dtype):
-    leaves = [t.requires_grad_() for t in inputs(device, dtype, seqs=(5, 5))]
+    leaves = [t.requires_grad_() for t in batch_inputs(device, dtype, seqs=(5, 5))]
     lse = attention(*leaves, kernel=kernel)[1]
     with refused(NotImplementedError, f"'{kernel}'", "log-sum-exp", "kernel='chunked'"):
         lse.sum().backward()

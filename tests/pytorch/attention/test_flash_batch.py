@@ -9,7 +9,7 @@ import torch
 from support import assert_same_bits, refused
 
 from .flash_stand_in import REPEATS, flash_on_the_cpu
-from .packed_cases import check_close, gradients
+from .packed_cases import batch_inputs, check_close, gradients
 
 SINK = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
 
@@ -33,17 +33,9 @@ def attention(
     return out, lse
 
 
-def inputs(device, dtype, *, seqs=(70, 70), heads=(4, 2), dims=(64, 64), batch=2, layout="bshd"):
-    made = []
-    for seq, count, width in ((seqs[0], heads[0], dims[0]), (seqs[1], heads[1], dims[0]), (seqs[1], heads[1], dims[1])):
-        shape = (batch, seq) if layout == "bshd" else (seq, batch)
-        made.append(torch.randn(*shape, count, width).to(device, dtype))
-    return made
-
-
 def check(device, dtype=torch.bfloat16, *, sink=SINK, layout="bshd", window=(-1, -1), bottom_right=True, **shape):
     """Within twice chunked's bounds of float64, as flash rounds p and ds too."""
-    tensors, options = inputs(device, dtype, layout=layout, **shape), {"layout": layout, "window": window}
+    tensors, options = batch_inputs(device, dtype, layout=layout, **shape), {"layout": layout, "window": window}
     learned = [] if sink is None else [sink.to(device)]
     got = gradients(lambda *t: attention(*t, bottom_right=bottom_right, **options)[0], [*tensors, *learned])
     wide = [t.double() for t in tensors]
@@ -110,7 +102,7 @@ def test_views_and_gradients_of_any_strides(device):
 
 
 def test_opcheck(device):
-    q, k, v = inputs(device, torch.bfloat16, seqs=(5, 5), dims=(16, 16))
+    q, k, v = batch_inputs(device, torch.bfloat16, seqs=(5, 5), dims=(16, 16))
     sink, rest = SINK.to(device), ([None] * 7, "bshd", "flash_deterministic", [-1, 0, 1, -1, -1], [0.25, 1.0, 0.0])
     torch.library.opcheck(torch.ops.te.attention_fwd.default, (q, k, v, None, None, sink, *rest))
     out, lse, _ = torch.ops.te.attention_fwd(q, k, v, None, None, sink, *rest)
@@ -129,7 +121,7 @@ def test_opcheck(device):
     ],
 )
 def test_calls_that_it_does_not_take(device, change, words):
-    tensors = inputs(device, torch.bfloat16, seqs=change.pop("seqs", (5, 5)))
+    tensors = batch_inputs(device, torch.bfloat16, seqs=change.pop("seqs", (5, 5)))
     if "rows" in change:
         change = {"rows": [None, torch.ones(2, 5, dtype=torch.bool, device=device), *[None] * 5]}
     with refused(ValueError, "attention", "'flash'", *words, "kernel='chunked'"):
@@ -138,7 +130,7 @@ def test_calls_that_it_does_not_take(device, change, words):
 
 @pytest.mark.parametrize("on, warns", [(False, False), (True, True), (True, False)])
 def test_the_deterministic_one_restores_torchs_flags(device, on, warns):
-    tensors, flags = inputs(device, torch.bfloat16), []
+    tensors, flags = batch_inputs(device, torch.bfloat16), []
     wanted = gradients(lambda *t: attention(*t)[0], tensors)
     torch.use_deterministic_algorithms(on, warn_only=warns)
     torch.utils.deterministic.fill_uninitialized_memory = warns
@@ -161,7 +153,7 @@ def test_the_deterministic_one_restores_torchs_flags(device, on, warns):
 def test_threads_take_turns_with_torchs_flag(device):
     """Each backward is under the flag, and after all of them it is off."""
     torch.use_deterministic_algorithms(False)
-    tensors, results = inputs(device, torch.bfloat16), []
+    tensors, results = batch_inputs(device, torch.bfloat16), []
     call = partial(attention, kernel="flash_deterministic")
     wanted = gradients(lambda *t: call(*t)[0], tensors)
     REPEATS.clear()
