@@ -114,7 +114,7 @@ KernelLse lse_for_kernel(const AttentionCall& call, const AttentionResult& resul
 Tensor aligned_for_kernel(const Tensor& t) {
   const int64_t unit = 16 / t.element_size();
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(-1) == 1;
-  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) aligned = aligned && t.stride(dim) % unit == 0;
+  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) aligned = aligned && (t.size(dim) == 1 || t.stride(dim) % unit == 0);
   return aligned ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
