@@ -73,6 +73,12 @@ def test_good_rows_have_no_faults():
     assert rows.faults(good_rows()) == []
 
 
+def test_a_peer_is_timed_as_ours():
+    """One case, timed in two ways within the second of its date."""
+    twice = [row | {key: str(2 * float(row[key])) for key in ("p20", "p50", "p80")} for row in good_rows()]
+    assert rows.faults(good_rows() + [row | {"timing": "prepared"} for row in twice]) == []
+
+
 @pytest.mark.parametrize(
     "column, value",
     [("p50", "nan"), ("p50", "0"), ("p20", "999"), ("dtype", "float32"), ("direction", "fwd"), ("unit", "ms")]

@@ -101,6 +101,15 @@ def nothing_compiled():
         torch.compiler.reset()
 
 
+@pytest.fixture(autouse=True)
+def unwatched():
+    """The gates of stashes are up where a watch of their device is: rows that one test cuts would close those of the
+    next, which resets no watch."""
+    yield
+    if (verdict := sys.modules.get("transformer_engine.pytorch.verdict")) is not None:
+        verdict._watches.clear()
+
+
 @pytest.fixture
 def fp8_left_off():
     """A test that switches quantization on leaves it off, and no scales behind."""

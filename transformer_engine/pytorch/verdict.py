@@ -143,8 +143,8 @@ _watches: dict[torch.device, Watch] = {}
 
 def watch(device: torch.device | str | int | None = None) -> Watch:
     """The device's Watch, the same one in each call. Its first step begins with the process. From the first call on the
-    gates of the device's PagedStash are up where this one is. Errors: RuntimeError where the first call is inside of a
-    CUDA graph's capture."""
+    gates of the device's PagedStash are up where this one is: each step has to reset() it too, or they stay up after
+    one bad step. Errors: RuntimeError where the first call is inside of a CUDA graph's capture."""
     device = resolve_device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
