@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import mutants
+
 REPO = Path(__file__).parents[2]
 FILE = REPO / "transformer_engine/pytorch/_internal/torch_private.py"
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
@@ -71,9 +73,7 @@ def test_no_other_cpp_file_depends_on_versions():
 
 def served():
     """(first, last) minor versions of torch 2 in the metadata: "torch>=2.9,<2.16"."""
-    import tomllib
-
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    project = mutants.tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     (torch,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
     bounds = {s.operator: int(s.version.split(".")[1]) for s in torch.specifier}
     return bounds[">="], bounds["<"] - 1

@@ -77,7 +77,7 @@ def memory(rank):
 def times(rank):
     """The rows of a timeline: before it was asked for, of a plain step, and of one in which rank 1 is late."""
     ddp, optimizer, _ = wrapped(True, False, {}, overlap_grad_reduce=True, overlap_param_gather=True)
-    made = []
+    made, store = [], dist.distributed_c10d._get_default_store()
     step(ddp, optimizer)
     first = ddp.timeline()
     for late in (0.0, 1.0):
@@ -85,8 +85,11 @@ def times(rank):
         optimizer.zero_grad()
         loss = ddp(torch.ones(4, WIDTH, dtype=torch.bfloat16, device=here())).float().square().mean()
         if rank == 1:
+            store.wait([f"rank 0 waits, {late}"])
             time.sleep(late)
         loss.backward()
+        if rank == 0:
+            store.set(f"rank 0 waits, {late}", "")
         ddp.finish_grad_sync()
         made.append([tuple(row) for row in ddp.timeline()])
         shown = str(ddp.timeline())

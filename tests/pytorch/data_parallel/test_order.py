@@ -86,7 +86,7 @@ def test_weights_are_fresh_in_every_order(monkeypatch, align):
             run.act(act)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(ACTS), max_size=12), st.booleans(), st.booleans())
 def test_weights_are_fresh_in_long_runs(acts, align, debug):
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -248,7 +248,7 @@ def starts(name, folder, ranks, timeout):
     return each
 
 
-def ends(each, folder, seconds=60):
+def ends(each, folder, seconds=180):
     """The results of each rank; None for a rank that wrote none."""
     until = time.monotonic() + seconds
     for process in each:

@@ -37,7 +37,7 @@ def test_one_rank_without_space_is_an_error_on_all(when):
         assert "rank 0 got" in words and "No space left" in words, words
         assert failed == (when - 1, 0), "the words of the channel alone, where there is one"
         assert sound[0] > 1 and sound[1] == 0 and left == (0, 0), (sound, left)
-    assert time.monotonic() - before < 60
+    assert time.monotonic() - before < 240  # the group's timeout is 30 minutes
 
 
 @pytest.mark.parametrize("overlap", ["chunked", "auto"])

@@ -30,7 +30,7 @@ def away_and_back(state, tensors):
     return [state.pop_tensor(s) for s in saved], values
 
 
-@pytest.mark.parametrize("sizes", [[1], [5, 0, 300], [16384, 3, 70000], [7] * 200], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [5, 0, 300], [16384, 3, 70000], [7] * 200], ids=lambda sizes: str(sizes)[:20])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_packed_tensors_come_back(sizes, dtype, device):
     tensors = [(torch.randn(n) * 50).to(dtype).to(device) for n in sizes]

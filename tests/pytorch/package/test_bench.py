@@ -3,7 +3,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+import types
 
 import pytest
 import torch
@@ -29,10 +29,13 @@ def test_it_prints_a_table_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_first_time_is_torchs():
-    slow, fast = (lambda: time.sleep(4e-3)), (lambda: time.sleep(1e-3))
-    theirs, ours = bench.measure(bench.Case("sleep", None, (slow, fast)), torch.device("cpu"), 0.1)
-    assert theirs > 4000 > ours > 1000
+def test_the_first_time_is_torchs(monkeypatch):
+    """By a clock that only the steps move: 4 ms and 1 ms."""
+    clock = [0.0]
+    slow, fast = (lambda: clock.append(clock.pop() + 4e-3)), (lambda: clock.append(clock.pop() + 1e-3))
+    monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    theirs, ours = bench.measure(bench.Case("steps", None, (slow, fast)), torch.device("cpu"), 0.1)
+    assert theirs == pytest.approx(4000) and ours == pytest.approx(1000)
 
 
 def test_what_cannot_be_measured_is_named(tmp_path):
