@@ -29,7 +29,7 @@ def test_ranks_that_disagree_raise_an_error(found):
 
 @pytest.mark.skipif(not ranks_compare(), reason="over NCCL ranks raise the error later: test_fingerprints.py")
 def test_an_error_on_one_rank_is_raised_on_all(found):
-    """Long before the group's timeout. Mutant: a ~HeardByRanks() that sends nothing to the other ranks."""
+    """Long before the group's timeout. Mutant: a ~RankErrorGuard() that sends nothing to the other ranks."""
     one, other = found["ended_alone"]
     ops = {"width": "layernorm_mlp", "dtype": "layernorm_mlp", "loss": "cross_entropy", "fused": "linear_cross_entropy"}
     for (what, heard, works), (_, raised, its_works) in zip(one, other, strict=True):

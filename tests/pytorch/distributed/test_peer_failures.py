@@ -2,7 +2,7 @@
 # NaN, and the next call of every rank raises CommTimeout, a replay of te.make_graphed_callables before anything is
 # replayed. Mutants: peer_gather() that poisons nothing and PeerCall without refuse_failed()
 # (csrc/distributed/peer.cpp), words without the dtype (csrc/layer/tp_comm_peer.cpp), replays that do not ask
-# (graph/replay/replay.py), turn these red.
+# (graph/replay/checks.py), turn these red.
 import pytest
 from ranks import as_peers
 

@@ -1,6 +1,6 @@
 # Pooled buffers on CUDA: in captured graphs, on streams at work together, and filled with NaN after their return; over
-# NCCL and one rank. Mutants: a buffer of a capture that is a slot of the pool (may_last in comm_buffer_pool.cpp), slots
-# that streams share, turn these red.
+# NCCL and one rank. Mutants: a buffer of a capture that is a slot of the pool (may_pool() in comm_buffer_pool.cpp),
+# slots that streams share, turn these red.
 import pytest
 from ranks import on_ranks
 

@@ -1,5 +1,5 @@
 # FP8 products for the tests: a ProductQuantization of each recipe with its state at hand, and the same three products
-# spelled out of the rooms' own functions, which have tests of their own.
+# spelled out of the ops' own functions, which have tests of their own.
 from dataclasses import dataclass
 
 import torch

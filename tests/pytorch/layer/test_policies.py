@@ -2,8 +2,9 @@
 # weights, saved tensors that are recomputed, live rows. The suites of the modules run under each (qa/L0_unittest); this
 # file has the checks that only a policy allows. CPU products go by the plain loop, whose bits the rows beside them do
 # not change. Mutants: through() (csrc/layer/tp_comm.h) giving the product the whole operand, or all rows their first
-# run's range; rows_of (csrc/gemm/product.cpp) leaving block scales as they are; keep() (csrc/layer/forward.cpp) keeping
-# recomputed tensors, or the first weight alone; ~AnnouncedRows leaving rows announced.
+# run's range; rows_of (csrc/gemm/product.cpp) leaving block scales as they are; save_layer()
+# (csrc/layer/save_rules.cpp) keeping recomputed tensors, or the first weight alone; ~AnnouncedRows leaving rows
+# announced.
 import contextlib
 
 import pytest

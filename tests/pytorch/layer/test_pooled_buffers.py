@@ -1,7 +1,7 @@
 # Pooled buffers below unchanged layers (tests/layer/borrowed.cpp; one process): a gathered tensor returns to the pool
 # with its call, and a use that would outlive the call is refused. "shared" is the mutant kept as a test: one buffer for
-# all layers, without the pool. By hand: a SaveContext, a node or weight_gradient() (csrc/layer/backward.cpp) that lets
-# such a tensor pass, a first slot that is taken without a look at `leased` (comm_buffer_pool.cpp), turn these red.
+# all layers, without the pool. By hand: a SaveContext, a node or weight_gradients() (csrc/layer/backward.cpp) that lets
+# such a tensor pass, a first slot that is taken without a look at `pooled` (comm_buffer_pool.cpp), turn these red.
 import contextlib
 
 import pytest

@@ -1,5 +1,5 @@
 # LayerNormLinear against its plain twin: values, every gradient, what is returned, what is kept, what is refused.
-# Mutant: run_backward (csrc/layer/backward.cpp) ignoring grads[1], the gradient at the norm's output, turns
+# Mutant: LayerChain::backward (csrc/layer/backward.cpp) ignoring the gradient at the norm's output turns
 # test_matches_plain red.
 import pytest
 import torch

@@ -1,8 +1,7 @@
 # A stash beside calls outside of its steps: probes, validations, warm-ups of captures, graphs that stay, a loop without
-# reset(). Each leaves the running step as it was. Mutants: a probe that passes by the schedule (step_now()), a visit
-# aside whose backward is let through (refuse_backward()), aside steps kept over a reset(), `leaves` of a group whose
-# own backward is next, no pass_ended() in warm_up(), records kept for ever (forget_records()), `captured` not noted in
-# store(): each turns tests red.
+# reset(). Each leaves the running step as it was. Mutants of csrc/stash: a probe that passes by the schedule
+# (step_of_call()), a backward outside of a step that is let through (refuse_backward()), a store before a group's own
+# backward, records kept for ever (forget_records()): each turns tests red.
 import contextlib
 import gc
 
@@ -303,8 +302,7 @@ class Fails(torch.nn.Module):
 
 
 def test_a_capture_that_failed(device):
-    """The failed pass ends, and the next capture starts a step of its own. Mutant: no pass_ended() where a capture
-    fails."""
+    """The failed pass ends, and the next capture starts a step of its own."""
     with contextlib.closing(PagedStash(page_bytes=4096, device=device, factor=9.0)) as stash:
         layers = [Fails(i, stash, device) for i in range(2)]
 

@@ -1,6 +1,6 @@
 # The host's work for a group: calls of Python in a step with a recorded order, counted and not timed, so that they are
 # the same on every machine. C++ does the work of a further tensor (csrc/saved_hooks/saved_tensor_hooks.cpp,
-# csrc/stash/stash_members.cpp), but for its observers. Mutants: a storage handler in Python, a scheduler that is an
+# csrc/stash/stash_tensors.cpp), but for its observers. Mutants: a storage handler in Python, a scheduler that is an
 # autograd.Function, a second question whether anything is recorded: each turns these red.
 import sys
 

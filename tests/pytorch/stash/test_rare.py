@@ -1,9 +1,7 @@
-# Rare uses of a stash: words of classes of their own, groups of a stash that is closed or that was dropped, handles of
-# steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc: no passes_by() in post(),
-# is_neg() not asked in is_whole() (stash_front.cpp); unneeded pieces not dropped in has_members(), counters not looked
-# at in store() (stash_handle.cpp); no free_leaving() in wanted(), no visit_.reset() in exit(), no look at handle.noted,
-# all handles dropped by the sweep (stash_step.cpp); no look at the microbatch in backward() (stash_schedule.cpp);
-# nothing stored after a load that keeps (stash_pool.cpp): each turns tests red.
+# Rare uses of a stash: names of classes of their own, groups of a stash that is closed or that was dropped, handles of
+# steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc/stash: is_neg() not asked in
+# is_stashable() (stash_api.cpp), no look at the microbatch in backward() (stash_schedule.cpp), nothing stored after a
+# load that keeps (stash_pool.cpp): each turns tests red.
 import enum
 import gc
 import weakref

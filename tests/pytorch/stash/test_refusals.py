@@ -1,6 +1,6 @@
 # Uses that a stash refuses: each has an outcome with a name, the step after it is whole, and nothing is ever silently
-# another value. Mutants: a tensor inside of a counted one that has a counter of its own (no look at inside->offset in
-# csrc/stash/stash_members.cpp), entries of a step that is over (no runs() in stash_step.cpp): each turns tests red.
+# another value. Mutant: a tensor inside of a counted one that has a counter of its own (no look at enclosing->offset in
+# csrc/stash/stash_tensors.cpp) turns tests red.
 import gc
 import math
 
