@@ -172,10 +172,10 @@ TEST(CommPeer, ALateRankEndsTheWaitAtTheDeadlineAndLaterWaitsAtOnce) {
   Ranks all(2, 0.3);
   const auto began = Clock::now();
   all.call(0, "alone", 1);
-  all.call(0, "again", 1);
+  for (int again = 0; again < 100; ++again) all.call(0, "again", 1);
   const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
   EXPECT_GT(seconds, 0.25);
-  EXPECT_LT(seconds, 3);
+  EXPECT_LT(seconds, 15) << "a deadline for each of the later calls takes 30";
   for (const int32_t rank : {0, 1}) {
     EXPECT_EQ(all.failure(rank).trouble, TE_COMM_PEER_LATE);
     EXPECT_EQ(all.failure(rank).peer, 1);
@@ -184,10 +184,10 @@ TEST(CommPeer, ALateRankEndsTheWaitAtTheDeadlineAndLaterWaitsAtOnce) {
 }
 
 TEST(CommPeer, WaitsThatEachEndInTimeAreNotOneLongWait) {
-  Ranks all(2, 0.4);
+  Ranks all(2, 1);  // a thread of a busy machine may start again late
   all.run([&](int32_t rank) {
-    for (int again = 0; again < 20; ++again) {
-      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    for (int again = 0; again < 15; ++again) {
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       all.call(rank, "the same", 1);
       all.done(rank);
     }
@@ -195,11 +195,11 @@ TEST(CommPeer, WaitsThatEachEndInTimeAreNotOneLongWait) {
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_SOUND);
 }
 
-// A separate process, which is stopped for twice the deadline while its rank waits: that time does not count.
+// A separate process, which is stopped for longer than the deadline while its rank waits: that time does not count.
 TEST(CommPeer, TimeThatThisProcessWasStoppedForDoesNotCount) {
   const pid_t child = fork();
   if (child == 0) {
-    Ranks all(2, 0.5);
+    Ranks all(2, 1.5);
     std::thread waits([&] { all.call(0, "a call", 1); });
     while (te::comm::word(all.words().line(0, 0, 1).expected_arrived).load() == 0) std::this_thread::yield();
     raise(SIGSTOP);
@@ -211,7 +211,7 @@ TEST(CommPeer, TimeThatThisProcessWasStoppedForDoesNotCount) {
   int status = -1;
   ASSERT_EQ(waitpid(child, &status, WUNTRACED), child);
   ASSERT_TRUE(WIFSTOPPED(status));
-  std::this_thread::sleep_for(std::chrono::seconds(1));
+  std::this_thread::sleep_for(std::chrono::seconds(2));
   kill(child, SIGCONT);
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
@@ -225,14 +225,14 @@ TEST(CommPeer, AChannelOfTheCpuIsIdleBetweenCalls) {
   EXPECT_EQ(te_comm_peer_idle(all[0], nullptr), TE_INVALID_ARGUMENT);
 }
 
-TEST(CommPeer, ADeadProcessIsFoundWithinTwoSeconds) {
+TEST(CommPeer, ADeadProcessIsFoundLongBeforeTheDeadline) {
   Ranks all(2);
   const pid_t child = fork();
   if (child == 0) _exit(0);
   all.words().member(1).pid = uint32_t(child);  // a zombie, until its parent reads its status
   const auto began = Clock::now();
   all.call(0, "alone", 1);
-  EXPECT_LT(std::chrono::duration<double>(Clock::now() - began).count(), 2);
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - began).count(), 10);  // of 20
   EXPECT_EQ(all.failure(0).trouble, TE_COMM_PEER_DEAD);
   EXPECT_EQ(all.failure(0).peer, 1);
   waitpid(child, nullptr, 0);
