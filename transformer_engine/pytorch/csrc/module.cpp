@@ -9,7 +9,7 @@
 
 #include "core/common.h"
 
-// The names that a folder's files register, a list a folder, from the lowest floor up (tests/policy/test_walls.py).
+// The names that a folder's files register, a list a folder, from the lowest floor up (tests/policy/test_includes.py).
 // register_<name> is made by TE_OP_REGISTRATION (core/op_registration.h), or written where there are no ops.
 #define TE_CORE(X)    \
   X(comm_buffer_pool) \
