@@ -78,9 +78,16 @@ def test_saved_tensors_of_the_tests_leave_nothing_either():
     assert [ref() for ref in alive] == [None] * 2
 
 
-def test_keeps_mib_of_the_benchmarks_leaves_nothing_either(request, monkeypatch):
+@pytest.fixture
+def keeps_mib(request, monkeypatch):
+    """The benchmarks' function. Modules of their names are left to others."""
     monkeypatch.syspath_prepend(str(request.config.rootpath / "benchmarks"))
-    keeps_mib = pytest.importorskip("common").keeps_mib
+    yield pytest.importorskip("common").keeps_mib
+    for name in ("common", "nvml", "rows", "timing"):
+        sys.modules.pop(name, None)
+
+
+def test_keeps_mib_of_the_benchmarks_leaves_nothing_either(keeps_mib):
     module, x = te.LayerNormMLP(8, 16, device="cpu"), randn(5, 8, requires_grad=True)
     plan = te.memory_plan(module, x)
     assert keeps_mib(module, x) * 2**20 == plan.kept_bytes
@@ -88,8 +95,6 @@ def test_keeps_mib_of_the_benchmarks_leaves_nothing_either(request, monkeypatch)
     del module, x
     gc.collect()
     assert [ref() for ref in alive] == [None] * 2
-    for name in ("common", "rows", "timing"):
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("fails", [False, True])
