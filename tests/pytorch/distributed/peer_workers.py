@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,34 @@ def explained(rank, overlap="chunked", **options):
         x = example(kind, rank, torch.bfloat16)
         rows = te.explain(module, x.requires_grad_()).rows
         found[kind] = [(row.op, row.path, row.why_not_faster) for row in rows]
+    _C.set_cpu_products(before)
+    return found
+
+
+def python_calls(run, *args):
+    """The number of functions of Python that run(*args) calls."""
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
+    try:
+        run(*args)
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def host_work(rank):
+    """Of a layer's forward in chunks: its calls of Python functions, those over the group, and ATen's operators."""
+    before, found = _C.set_cpu_products("loop"), {}
+    for kind in ("column", "row"):
+        x, calls = example(kind, rank, torch.bfloat16), []
+        with torch.no_grad():
+            for overlap in ("off", "chunked"):
+                module = made(kind, overlap, torch.bfloat16, bias=False)
+                module(x)  # the ranks meet
+                calls.append(python_calls(module, x))
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                module(x)
+        found[kind] = *calls, {row.key: row.count for row in profile.key_averages() if row.key.startswith("aten::")}
     _C.set_cpu_products(before)
     return found
 

@@ -76,6 +76,17 @@ def test_explain_shows_the_path_over_peers():
             assert sum("peers, chunked" in path for path in paths) == 2, rows  # in the forward and in the backward
 
 
+@pytest.mark.skipif(here().type == "cuda", reason="products allocate workspaces there")
+def test_chunks_add_no_work_of_the_host_that_is_not_needed():
+    """Mutants: a channel that Python looks up for each call (parallel.py), a chunk with a tensor for its shape
+    (tp_comm.h), a result that is a view (tp_comm_peer.cpp)."""
+    for found in as_peers(workers.host_work):
+        for serial, chunked, operators in found.values():
+            assert chunked == serial
+            assert set(operators) == {"aten::empty"}, operators
+        assert [found[kind][2]["aten::empty"] for kind in ("column", "row")] == [1, 2]  # results, and a row's partials
+
+
 def test_a_column_gathers_again_while_its_input_gradient_is_computed():
     """Mutant: a backward that begins nothing ahead (GroupTPComm::begins_ahead)."""
     for found in as_peers(workers.explained):

@@ -49,8 +49,7 @@ _outlived: list[_Meeting] = []
 
 def has_met(group: str, device: torch.device) -> bool:
     """Whether the group that has this name at present has a channel on `device`."""
-    found = _channels.get((group, _indexed(device)))
-    return found is not None and found.process_group() is _named(group)
+    return _C.PeerChannel.has_met(group, device)
 
 
 def peer_channel(op: str, group: str, device: torch.device) -> None:
@@ -68,7 +67,8 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
             f"{op}: the ranks of the group '{group}' have not met, which is impossible while a graph is captured; run "
             "the same call once before the capture."
         )
-    _channels[group, device] = _Meeting(op, group, device)
+    _channels[group, device] = meeting = _Meeting(op, group, device)
+    meeting.channel.note_met()
     _outlived[:] = [meeting for meeting in _outlived if not meeting.channel.can_close()]
 
 
@@ -102,13 +102,6 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _named(group: str) -> dist.ProcessGroup | None:
-    try:
-        return dist.distributed_c10d._resolve_process_group(group)
-    except (RuntimeError, LookupError, ValueError):
-        return None
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -10,7 +10,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.arguments import check_size
 from transformer_engine.pytorch._internal.recompute_phase import recompute_phase
 from transformer_engine.pytorch.distributed.groups import ranks_of
-from transformer_engine.pytorch.distributed.peer import has_met, kind_of, peer_channel
+from transformer_engine.pytorch.distributed.peer import kind_of, peer_channel
 from transformer_engine.pytorch.distributed.regions import gather_by_name
 from transformer_engine.pytorch.functional.linear import Parallel, TPComm
 from transformer_engine.pytorch.quantization.recipes.products import BACKWARD_SLOTS, FORWARD_SLOTS, SLOTS
@@ -120,7 +120,7 @@ def tp_comm_of(module: torch.nn.Module, mode: str | None, inp: torch.Tensor) -> 
     key = mode, recompute, module.sequence_parallel, inp.device, module.tp_overlap, _sum_of(module, mode)
     found = tp_comms.get(key)
     # A new group may have the same name, which a channel does not detect.
-    if found is None or (found.over_peers and not has_met(found.group, inp.device)):
+    if found is None or not found.reaches(inp.device):
         name = _named_group(module, inp.device.type)
         options = _MODES[mode], module.sequence_parallel, recompute, module.tp_size, name, _sum_of(module, mode)
         found = _C.GroupTPComm(*options, *_overlap_of(module, name, inp.device))

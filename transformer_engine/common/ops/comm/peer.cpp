@@ -1,6 +1,7 @@
 // The channel's calls.
 #include "ops/comm/peer.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,23 +23,46 @@ std::unique_ptr<Verbs> verbs_of(const te_comm_peer_options& options, const Words
 #endif
 }
 
+// The forks by which this process has come from the one that loaded the library, counted in the child: a call does not
+// ask the system for its process.
+std::atomic<uint32_t>& forks() {
+  static std::atomic<uint32_t> count{0};
+  static const int counted = pthread_atfork(nullptr, nullptr, [] { forks().fetch_add(1, std::memory_order_relaxed); });
+  if (counted != 0) throw Error(TE_RUNTIME_ERROR, concat("te_comm_peer_create: pthread_atfork failed: ", counted));
+  return count;
+}
+
 }  // namespace
 
 class Channel {
  public:
   explicit Channel(const te_comm_peer_options& o)
-      : options_(o), words_(o.words, o.ranks), pid_(getpid()), verbs_(verbs_of(o, words_)), calls_(kSlots) {
+      : options_(o),
+        words_(o.words, o.ranks),
+        pid_(getpid()),
+        forks_(forks().load()),
+        verbs_(verbs_of(o, words_)),
+        calls_(kSlots) {
     Member& me = words_.member(o.rank);
     me.start = process_start(uint32_t(getpid()));
     word(me.left).store(0);
     word(me.pid).store(uint32_t(getpid()), std::memory_order_release);
     for (int32_t slot = 0; slot < kSlots; ++slot) {
       for (int32_t peer = 0; peer < o.ranks; ++peer) word(words_.line(slot, peer, o.rank).freed).store(kFree);
+      Call& call = calls_[size_t(slot)];
+      for (int32_t step = 1; step < o.ranks; ++step) {
+        const int32_t peer = (o.rank + step) % o.ranks;
+        Line &mine = words_.line(slot, o.rank, peer), &theirs = words_.line(slot, peer, o.rank);
+        call.sets_arrived.push_back(&theirs.arrived);
+        call.sets_freed.push_back(&theirs.freed);
+        call.arrived.push_back({&mine.arrived, &mine.expected_arrived});
+        call.freed.push_back({&mine.freed, &mine.expected_freed});
+      }
     }
     watch_ = std::make_unique<Watch>(words_, o.ranks, o.rank, o.timeout_s);
   }
   ~Channel() {
-    if (getpid() != pid_) {  // the thread does not exist in a forked process, and joining it would block
+    if (is_child()) {  // the thread does not exist in a forked process, and joining it would block
       (void)watch_.release();
       return;
     }
@@ -58,13 +82,15 @@ class Channel {
     if (text == nullptr) bad_argument(op, "text", "NULL", "a description of the call");
     refuse_child(op);
     call.hash = hash_of(text);
-    call.let_in.assign(size_t(options_.ranks), false);
+    call.let_in.assign(size_t(options_.ranks - 1), false);
     Member& me = words_.member(options_.rank);
+    if (me.text[call.text].hash == call.hash) return;  // a slot's calls are alike
     const uint32_t written = word(me.texts).load();
-    for (uint32_t i = 0; i < std::min<uint32_t>(written, kTexts); ++i) {
-      if (me.text[i].hash == call.hash) return;
+    for (call.text = 0; call.text < std::min<uint32_t>(written, kTexts); ++call.text) {
+      if (me.text[call.text].hash == call.hash) return;
     }
-    Text& entry = me.text[written % kTexts];
+    call.text = written % kTexts;
+    Text& entry = me.text[call.text];
     entry.hash = call.hash;
     std::strncpy(entry.text, text, TE_COMM_PEER_TEXT - 1);
     word(me.texts).store(written + 1, std::memory_order_release);
@@ -85,17 +111,15 @@ class Channel {
       verbs_->copy_own(slot, target, target_pitch, source, source_pitch, row_bytes, rows);
       return;
     }
-    let_in(call, slot, {to});
+    let_in(call, slot, steps_to(op, "to", to));
     verbs_->copy(target, target_pitch, source, source_pitch, row_bytes, rows);
   }
 
   void signal(const char* op, int32_t slot, int32_t to) {
     Call& call = call_of(op, slot);
-    const std::vector<int32_t> to_all = others(op, "to", to);
-    let_in(call, slot, to_all);
-    std::vector<uint32_t*> values;
-    for (const int32_t each : to_all) values.push_back(&words_.line(slot, each, options_.rank).arrived);
-    verbs_->set(true, nullptr, values, call.hash);
+    const Steps steps = steps_to(op, "to", to);
+    let_in(call, slot, steps);
+    verbs_->set(true, nullptr, steps.of(call.sets_arrived), call.hash);
   }
 
   void wait(const char* op, int32_t slot, int32_t from, te_stream stream) {
@@ -104,12 +128,7 @@ class Channel {
       verbs_->wait_own(slot, stream);
       return;
     }
-    std::vector<Awaited> all;
-    for (const int32_t each : others(op, "from", from)) {
-      Line& line = words_.line(slot, options_.rank, each);
-      all.push_back({&line.arrived, &line.expected_arrived, call.hash});
-    }
-    verbs_->wait(false, stream, all);
+    verbs_->wait(false, stream, steps_to(op, "from", from).of(call.arrived), call.hash);
   }
 
   void join(const char* op, int32_t slot, te_stream stream) {
@@ -118,11 +137,10 @@ class Channel {
   }
 
   void done(const char* op, int32_t slot, int32_t from, void* data, size_t bytes, te_stream stream) {
-    call_of(op, slot);
+    const Call& call = call_of(op, slot);
+    const Steps steps = steps_to(op, "from", from);
     poison(data, bytes, stream);
-    std::vector<uint32_t*> values;
-    for (const int32_t each : others(op, "from", from)) values.push_back(&words_.line(slot, each, options_.rank).freed);
-    verbs_->set(false, stream, values, kFree);
+    verbs_->set(false, stream, steps.of(call.sets_freed), kFree);
   }
 
   void give_up(const char* text) {
@@ -141,11 +159,23 @@ class Channel {
   Verbs& verbs() { return *verbs_; }
 
  private:
+  // Lists of peers begin with the next rank.
   struct Call {
-    std::vector<void*> addresses;
+    std::vector<void*> addresses;  // by rank
     size_t bytes = 0;
-    uint32_t hash = 0;
-    std::vector<bool> let_in;  // by peer: its slot is known to be free
+    uint32_t hash = 0, text = 0;                      // text: its place in this rank's list
+    std::vector<bool> let_in;                         // the peer's slot is known to be free
+    std::vector<uint32_t*> sets_arrived, sets_freed;  // of the peer
+    std::vector<Awaited> arrived, freed;              // of this rank, set by the peer
+  };
+
+  // Some of the peers in such lists.
+  struct Steps {
+    size_t first, count;
+    template <class T>
+    Part<T> of(const std::vector<T>& all) const {
+      return {all.data() + first, count};
+    }
   };
 
   Call& call_of(const char* op, int32_t slot) {
@@ -157,43 +187,39 @@ class Channel {
     if (rank < 0 || rank >= options_.ranks) bad_argument(op, argument, rank, concat("0 to ", options_.ranks - 1));
   }
 
-  // That rank, or all but this one, starting with the next rank.
-  std::vector<int32_t> others(const char* op, const char* argument, int32_t rank) const {
-    if (rank != TE_COMM_PEER_OTHERS) {
-      check_rank(op, argument, rank);
-      if (rank == options_.rank) bad_argument(op, argument, rank, "another rank than this one");
-      return {rank};
-    }
-    std::vector<int32_t> all;
-    for (int32_t step = 1; step < options_.ranks; ++step) all.push_back((options_.rank + step) % options_.ranks);
-    return all;
+  // That rank, or all but this one.
+  Steps steps_to(const char* op, const char* argument, int32_t rank) const {
+    if (rank == TE_COMM_PEER_OTHERS) return {0, size_t(options_.ranks - 1)};
+    check_rank(op, argument, rank);
+    if (rank == options_.rank) bad_argument(op, argument, rank, "another rank than this one");
+    return {size_t((rank - options_.rank + options_.ranks) % options_.ranks - 1), 1};
   }
 
+  bool is_child() const { return forks().load(std::memory_order_relaxed) != forks_; }
+
   void refuse_child(const char* op) const {
-    if (getpid() == pid_) return;
+    if (!is_child()) return;
     throw Error(TE_RUNTIME_ERROR, concat(op, ": this process (", getpid(), ") was forked from process ", pid_,
                                          ", a rank of this channel; create a group in this process."));
   }
 
   // Once for each peer in a call, before the first push to it.
-  void let_in(Call& call, int32_t slot, const std::vector<int32_t>& to) {
-    if (call.let_in.size() != size_t(options_.ranks)) {
+  void let_in(Call& call, int32_t slot, const Steps& to) {
+    if (call.let_in.empty()) {
       throw Error(TE_INVALID_ARGUMENT, concat("te_comm_peer: slot ", slot,
                                               "  has no call; call te_comm_peer_begin() before pushes and signals."));
     }
-    std::vector<Awaited> all;
-    for (const int32_t each : to) {
-      if (call.let_in[size_t(each)]) continue;
-      call.let_in[size_t(each)] = true;
-      Line& line = words_.line(slot, options_.rank, each);
-      all.push_back({&line.freed, &line.expected_freed, kFree});
+    for (size_t step = to.first, last = to.first + to.count; step < last; ++step) {
+      Steps waits{step, 0};
+      for (; step < last && !call.let_in[step]; ++step, ++waits.count) call.let_in[step] = true;
+      if (waits.count > 0) verbs_->wait(true, nullptr, waits.of(call.freed), kFree);
     }
-    if (!all.empty()) verbs_->wait(true, nullptr, all);
   }
 
   const te_comm_peer_options options_;
   const Words words_;
   const pid_t pid_;
+  const uint32_t forks_;  // of this process at pid_
   std::unique_ptr<Verbs> verbs_;
   std::vector<Call> calls_;
   std::unique_ptr<Watch> watch_;

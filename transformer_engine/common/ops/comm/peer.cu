@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <array>
+#include <vector>
 
 #include "core/device.h"
 #include "core/vec.cuh"
@@ -132,8 +133,9 @@ class CudaVerbs final : public Verbs {
     copies_own_[size_t(slot)] = false;
   }
 
-  void set(bool on_copy_stream, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) override {
+  void set(bool on_copy_stream, te_stream stream, Part<uint32_t*> values, uint32_t to) override {
     std::vector<CUstreamBatchMemOpParams> ops;
+    ops.reserve(values.size());
     for (uint32_t* value : values) ops.push_back(write(value, to));
     run(on_copy_stream ? copy_stream_ : cudaStream_t(stream), ops);
     if (on_copy_stream || is_captured(stream)) return;
@@ -146,14 +148,15 @@ class CudaVerbs final : public Verbs {
   }
 
   // All words are announced before the first wait.
-  void wait(bool on_copy_stream, te_stream stream, const std::vector<Awaited>& all) override {
+  void wait(bool on_copy_stream, te_stream stream, Part<Awaited> all, uint32_t wanted) override {
     std::vector<CUstreamBatchMemOpParams> ops;
-    for (const Awaited& each : all) ops.push_back(write(each.expected, each.wanted));
+    ops.reserve(4 * all.size());
+    for (const Awaited& each : all) ops.push_back(write(each.expected, wanted));
     for (const Awaited& each : all) {
       CUstreamBatchMemOpParams op{};
       op.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
       op.waitValue.address = CUdeviceptr(mapped(each.value));
-      op.waitValue.value = each.wanted;
+      op.waitValue.value = wanted;
       op.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
       ops.push_back(op);
       ops.push_back(write(each.expected, 0));

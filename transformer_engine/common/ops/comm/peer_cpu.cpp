@@ -37,14 +37,14 @@ class CpuVerbs final : public Verbs {
   }
   void wait_own(int32_t, te_stream) override {}
 
-  void set(bool, te_stream, const std::vector<uint32_t*>& values, uint32_t to) override {
+  void set(bool, te_stream, Part<uint32_t*> values, uint32_t to) override {
     for (uint32_t* value : values) word(*value).store(to, std::memory_order_release);
   }
 
-  void wait(bool, te_stream, const std::vector<Awaited>& all) override {
-    for (const Awaited& each : all) word(*each.expected).store(each.wanted);
+  void wait(bool, te_stream, Part<Awaited> all, uint32_t wanted) override {
+    for (const Awaited& each : all) word(*each.expected).store(wanted);
     for (const Awaited& each : all) {
-      wait_for(each);
+      wait_for(*each.value, wanted);
       word(*each.expected).store(0);
       word(*each.value).store(0);
     }
@@ -57,9 +57,9 @@ class CpuVerbs final : public Verbs {
   bool idle() const override { return true; }
 
  private:
-  void wait_for(const Awaited& what) const {
+  void wait_for(uint32_t& value, uint32_t wanted) const {
     int spins = 0;
-    while (word(*what.value).load(std::memory_order_acquire) != what.wanted) {
+    while (word(value).load(std::memory_order_acquire) != wanted) {
       if (words_.failed()) break;
       if (++spins < kSpins) {
         sched_yield();

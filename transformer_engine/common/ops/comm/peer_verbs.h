@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "transformer_engine/transformer_engine.h"
 
@@ -20,10 +19,19 @@ struct alignas(64) Line {
 constexpr uint32_t kSeen = 1U << 31;  // never in an awaited word
 constexpr uint32_t kFree = 1;         // the value of `freed`
 
-// A word, its companion word, and the awaited value.
+// A word, and its companion word.
 struct Awaited {
   uint32_t *value, *expected;
-  uint32_t wanted;
+};
+
+// Adjacent elements of a list: std::span, which CUDA files do not have.
+template <class T>
+struct Part {
+  const T* first;
+  size_t count;
+  const T* begin() const { return first; }
+  const T* end() const { return first + count; }
+  size_t size() const { return count; }
 };
 
 // on_copy_stream: on the copy stream of the channel instead of `stream`. Several words are one operation of a stream.
@@ -43,9 +51,9 @@ class Verbs {
   virtual void copy_own(int32_t slot, void* target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, int64_t rows) = 0;
   virtual void wait_own(int32_t slot, te_stream stream) = 0;
-  virtual void set(bool on_copy_stream, te_stream stream, const std::vector<uint32_t*>& values, uint32_t to) = 0;
-  // The words are 0 afterwards.
-  virtual void wait(bool on_copy_stream, te_stream stream, const std::vector<Awaited>& all) = 0;
+  virtual void set(bool on_copy_stream, te_stream stream, Part<uint32_t*> values, uint32_t to) = 0;
+  // For all words to have the value `wanted`. They are 0 afterwards.
+  virtual void wait(bool on_copy_stream, te_stream stream, Part<Awaited> all, uint32_t wanted) = 0;
   virtual void poison(void* data, size_t bytes, const uint32_t* failed, te_stream stream) = 0;
   // None of these operations is in flight, or can be repeated by a graph.
   virtual bool idle() const = 0;

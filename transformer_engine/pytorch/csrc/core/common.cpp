@@ -62,8 +62,8 @@ void check(te_status status) {
   TORCH_CHECK(false, last_error());
 }
 
-te_dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
-  switch (t.scalar_type()) {
+te_dtype dtype_of(at::ScalarType dtype, const char* op, const char* argument) {
+  switch (dtype) {
     case at::kFloat:
       return TE_FLOAT32;
     case at::kHalf:
@@ -81,7 +81,7 @@ te_dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
     case at::kByte:
       return TE_UINT8;
     default:
-      TORCH_CHECK_VALUE(false, op, ": argument '", argument, "' has dtype ", t.scalar_type(),
+      TORCH_CHECK_VALUE(false, op, ": argument '", argument, "' has dtype ", dtype,
                         ", wanted float32, float16 or bfloat16; cast it with .to(dtype).");
   }
 }

@@ -20,7 +20,10 @@ using OptionalTensor = std::optional<Tensor>;
 // TE_INVALID_ARGUMENT -> ValueError, TE_NOT_IMPLEMENTED -> NotImplementedError, the others -> RuntimeError.
 void check(te_status status);
 
-te_dtype dtype_of(const Tensor& t, const char* op, const char* argument);
+te_dtype dtype_of(at::ScalarType dtype, const char* op, const char* argument);
+inline te_dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
+  return dtype_of(t.scalar_type(), op, argument);
+}
 
 // Raises ValueError where t's memory has been freed (storage.resize_(0), as sharding frameworks do).
 inline void check_memory(const Tensor& t, const char* op, const char* argument) {

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
+
 namespace te_torch {
 
 namespace {
@@ -26,6 +28,15 @@ at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count) {
   TORCH_INTERNAL_ASSERT(t.dim() == 2 && first >= 0 && count >= 0 && first + count <= t.size(0));
   const int64_t sizes[] = {count, t.size(1)};
   return view_at(t, first, sizes, t.strides());
+}
+
+at::Tensor matrix_view(const at::Tensor& t) {
+  TORCH_INTERNAL_ASSERT(t.layout() == at::kStrided && t.dim() > 0 && t.is_contiguous());
+  const int64_t cols = t.size(-1);
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
+  const int64_t sizes[] = {rows, cols}, strides[] = {std::max<int64_t>(cols, 1), 1};
+  return view_at(t, 0, sizes, strides);
 }
 
 at::Tensor row_view(const at::Tensor& t, int64_t row) {

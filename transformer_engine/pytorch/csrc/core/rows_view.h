@@ -10,6 +10,8 @@ namespace te_torch {
 
 // For a dense matrix in the direct dispatch mode; other callers use narrow().
 at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count);
+// A contiguous tensor as a matrix: its leading dimensions folded.
+at::Tensor matrix_view(const at::Tensor& t);
 // One row, without its dimension.
 at::Tensor row_view(const at::Tensor& t, int64_t row);
 

@@ -1,9 +1,11 @@
 // See peer.h.
 #include "distributed/peer.h"
 
-#include <ATen/core/Formatting.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <array>
+#include <charconv>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -48,6 +50,15 @@ const char* describe(te_comm_peer_trouble trouble) {
   }
 }
 
+// The group of this name at present, or null.
+c10::intrusive_ptr<c10d::ProcessGroup> present_group(std::string_view name) {
+  try {
+    return c10d::resolve_process_group(std::string(name));
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
 }  // namespace
 
 PeerChannel::PeerChannel(std::string group, at::Device device, int64_t ranks, int64_t rank, Tensor words,
@@ -58,7 +69,8 @@ PeerChannel::PeerChannel(std::string group, at::Device device, int64_t ranks, in
       rank_(rank),
       words_(std::move(words)),
       streams_(device_.is_cpu() ? nullptr : std::make_unique<RunStreams>(device_)),
-      grow_(held_object(grow)) {
+      grow_(held_object(grow)),
+      process_group_(present_group(group_)) {
   size_t bytes = 0;
   int32_t known = 0;
   check(te_comm_costs_of(kind.c_str(), &costs_, &known));
@@ -81,6 +93,14 @@ std::shared_ptr<PeerChannel> PeerChannel::of(std::string_view group, const at::D
     if (each.device == indexed_device && each.group == group) return each.channel.lock();
   }
   return nullptr;
+}
+
+bool PeerChannel::has_met(std::string_view group, const at::Device& device) {
+  const auto channel = of(group, device);
+  if (channel == nullptr || !channel->met_.load(std::memory_order_acquire)) return false;
+  // The weak reference keeps the address of its group from being that of another one.
+  const auto present = present_group(group);
+  return present && present.get() == channel->process_group_._unsafe_get_target();
 }
 
 void PeerChannel::refuse_failed() const {
@@ -184,6 +204,18 @@ PeerChannel::Usage PeerChannel::usage() const {
   return total;
 }
 
+std::string call_text(std::string_view what, at::ScalarType dtype, at::IntArrayRef sizes) {
+  std::string text;
+  text.reserve(TE_COMM_PEER_TEXT);
+  text.append(what).append(" ").append(c10::toString(dtype)).append(" [");
+  std::array<char, 24> digits;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (d > 0) text.append(", ");
+    text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), sizes[d]).ptr);
+  }
+  return text.append("]");
+}
+
 PeerCall::PeerCall(std::shared_ptr<PeerChannel> channel, SlotKind kind, const std::string& text, at::IntArrayRef sizes,
                    const at::TensorOptions& options)
     : channel_(std::move(channel)) {
@@ -222,28 +254,29 @@ te_stream PeerCall::stream() const { return current_stream(channel_->device()); 
 
 void PeerCall::follow() { check(te_comm_peer_follow(channel_->get(), stream())); }
 
-void PeerCall::push(int64_t to, int64_t offset, const Tensor& rows) {
-  TORCH_INTERNAL_ASSERT(rows.is_contiguous());
-  const size_t bytes = rows.nbytes();
-  if (sources_.empty() || !sources_.back().is_same(rows)) sources_.push_back(rows);
+void PeerCall::push(int64_t to, int64_t offset, const Tensor& source, int64_t first, int64_t bytes) {
+  TORCH_INTERNAL_ASSERT(source.is_contiguous() && first + bytes <= int64_t(source.nbytes()));
+  if (sources_.empty() || !sources_.back().is_same(source)) sources_.push_back(source);
   if (bytes == 0) return;
-  check(te_comm_peer_push(channel_->get(), taken_.slot, int32_t(to), size_t(offset), bytes, rows.data_ptr(), bytes,
-                          bytes, 1));
+  const char* const from = static_cast<const char*>(source.data_ptr()) + first;
+  check(te_comm_peer_push(channel_->get(), taken_.slot, int32_t(to), size_t(offset), size_t(bytes), from, size_t(bytes),
+                          size_t(bytes), 1));
 }
 
 void PeerCall::signal(int64_t to) { check(te_comm_peer_signal(channel_->get(), taken_.slot, int32_t(to))); }
 
 void PeerCall::gather(const Tensor& mine) {
   follow();
-  const int64_t ranks = channel_->ranks(), rank = channel_->rank(), offset = rank * int64_t(mine.nbytes());
+  const int64_t ranks = channel_->ranks(), rank = channel_->rank(), bytes = int64_t(mine.nbytes());
   for (int64_t step = 1; step < ranks; ++step) {
-    push((rank + step) % ranks, offset, mine);
+    push((rank + step) % ranks, rank * bytes, mine, 0, bytes);
     signal((rank + step) % ranks);
   }
 }
 
 void PeerCall::gather_own(const Tensor& mine) {
-  push(channel_->rank(), channel_->rank() * int64_t(mine.nbytes()), mine);
+  const int64_t bytes = int64_t(mine.nbytes());
+  push(channel_->rank(), channel_->rank() * bytes, mine, 0, bytes);
 }
 
 void PeerCall::wait(int64_t from) {
@@ -266,9 +299,8 @@ PeerGathering::PeerGathering(std::shared_ptr<PeerChannel> channel, const Tensor&
   te_note_path("peers, serial", "nothing is computed meanwhile");
   auto sizes = in.sizes().vec();
   sizes[0] *= channel->ranks();
-  std::ostringstream text;
-  text << "gather " << in.scalar_type() << " " << in.sizes();
-  call_ = std::make_shared<PeerCall>(std::move(channel), kind, text.str(), sizes, in.options());
+  const std::string text = call_text("gather", in.scalar_type(), in.sizes());
+  call_ = std::make_shared<PeerCall>(std::move(channel), kind, text, sizes, in.options());
   buffers.hold(call_);
   all_ = call_->slot();
   call_->gather(in);
@@ -305,6 +337,8 @@ void register_peer(pybind11::module_& m) {
            }),
            py::arg("group"), py::arg("device"), py::arg("ranks"), py::arg("rank"), py::arg("words"),
            py::arg("timeout_s"), py::arg("grow"), py::arg("kind") = "")
+      .def_static("has_met", &PeerChannel::has_met, py::arg("group"), py::arg("device"))
+      .def("note_met", &PeerChannel::note_met)
       .def("refuse_failed", &PeerChannel::refuse_failed)
       .def("give_up",
            [](PeerChannel& c, const std::string& text) { check(te_comm_peer_give_up(c.get(), text.c_str())); })

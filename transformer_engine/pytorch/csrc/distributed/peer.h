@@ -3,9 +3,11 @@
 // layer/tp_comm_peer.h decides what is pushed when.
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <Python.h>
 #include <transformer_engine/comm.h>
 #include <transformer_engine/comm_peer.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
 #include <atomic>
@@ -34,6 +36,10 @@ class PeerChannel {
 
   // Null where there is none.
   static std::shared_ptr<PeerChannel> of(std::string_view group, const at::Device& device);
+  // Whether the group that has this name at present has a channel over which its ranks have met. A new group may have
+  // the name of an earlier one.
+  static bool has_met(std::string_view group, const at::Device& device);
+  void note_met() { met_.store(true, std::memory_order_release); }
 
   int64_t ranks() const { return ranks_; }
   int64_t rank() const { return rank_; }
@@ -83,10 +89,15 @@ class PeerChannel {
   std::shared_ptr<PyObject> grow_;
   te_comm_peer* channel_ = nullptr;
   std::atomic<int64_t> calls_{0};
+  std::atomic<bool> met_{false};
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group_;
   mutable std::mutex mutex_;
   std::array<Slot, TE_COMM_PEER_SLOTS> slots_;
   std::vector<std::shared_ptr<PyObject>> outgrown_;  // held, as captured graphs may use them
 };
+
+// The text of a call: what it is, its dtype and sizes.
+std::string call_text(std::string_view what, at::ScalarType dtype, at::IntArrayRef sizes);
 
 // A call over a slot, from its first push to its last reader. Its end returns the slot to the peers. A call that ends
 // before it has waited for every rank fails the channel.
@@ -103,8 +114,9 @@ class PeerCall {
   PeerChannel& channel() const { return *channel_; }
   // Orders later pushes after the work of this stream so far.
   void follow();
-  // Pushes dense rows into the slot of rank `to`, from byte `offset` on. Holds them until the end of the call.
-  void push(int64_t to, int64_t offset, const Tensor& rows);
+  // Pushes bytes [first, first + bytes) of a dense tensor into the slot of rank `to`, from byte `offset` on. Holds the
+  // tensor until the end of the call.
+  void push(int64_t to, int64_t offset, const Tensor& source, int64_t first, int64_t bytes);
   void signal(int64_t to);
   // Pushes the dense `mine` to every other rank's slot, after the work of this stream so far.
   void gather(const Tensor& mine);
@@ -125,7 +137,7 @@ class PeerCall {
   std::shared_ptr<PeerChannel> channel_;
   PeerChannel::TakenSlot taken_;
   Tensor tensor_;
-  std::vector<Tensor> sources_;
+  c10::SmallVector<Tensor, 1> sources_;
   int64_t waited_ = 0;
   bool ended_ = false;
 };

@@ -303,8 +303,7 @@ std::optional<te_gemm_tile> fp8_runs_match_full(const Quantized& a, bool a_colum
   const Padded first(left), second(right);
   te_gemm_problem p = problem_of(first, left, second, right, fast);
   p.b.rows = rows;
-  p.d = {p.b.data,  rows, cols, cols, dtype_of(at::empty({0}, b.rowwise.options().dtype(out_dtype)), "gemm_fp8", "d"),
-         p.b.device};
+  p.d = {p.b.data, rows, cols, cols, dtype_of(out_dtype, "gemm_fp8", "d"), p.b.device};
   if (bias.has_value()) {
     p.bias = view_2d(*bias, "gemm_fp8", "bias");
     p.epilogue = TE_GEMM_BIAS;

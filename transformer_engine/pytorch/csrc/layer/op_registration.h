@@ -260,7 +260,10 @@ struct pybind11::detail::type_caster<te_torch::layer::EagerHandles> {
     make_caster<const te_torch::Quantized*> own_weight;
     make_caster<te_torch::layer::GivenTPComm> tp_comm;
     Py_ssize_t next = 0;
-    const auto load = [&](auto& caster) { return caster.load(PyTuple_GET_ITEM(source.ptr(), next++), convert); };
+    const auto load = [&](auto& caster) {
+      const handle member = PyTuple_GET_ITEM(source.ptr(), next++);
+      return member.is_none() || caster.load(member, convert);  // a caster looks for conversions before it sees None
+    };
     if (!(load(grad_accumulator) && load(quantization) && load(own_weight) && load(tp_comm))) return false;
     value = {cast_op<const te_torch::GradAccumulatorPtr&>(grad_accumulator),
              cast_op<const std::shared_ptr<te_torch::ProductQuantization>&>(quantization),

@@ -43,7 +43,7 @@ class TE_EXPORT CommOp {
   virtual int64_t rows() const { return 0; }
   // Called first. result: if chunks of its rows have the bits of one GEMM over all rows.
   virtual void plan_chunks(const std::optional<ChunkedResult>& result) {}
-  // The buffer for the result of all rows, [rows, cols]; undefined: any, and store_chunk() moves it.
+  // The buffer for the result of all rows, [rows, cols] of its dtype; undefined: any, and store_chunk() moves it.
   virtual Tensor output_buffer() const { return {}; }
   // The operand's rows of a chunk.
   virtual Operand part(const Rows& rows) const { return rows_of(operand(), rows); }
@@ -146,8 +146,8 @@ PendingResult through(std::unique_ptr<CommOp> comm_op, const Operand& mine, cons
   const Tensor buffer = comm_op->output_buffer();
   Rows rows;
   while (comm_op->next_chunk(rows)) {
-    const Tensor shape = at::empty({rows.count, 0}, like.options());
     const Tensor into = buffer.defined() ? rows_view(buffer, rows.first, rows.count) : Tensor();
+    const Tensor shape = into.defined() ? into : at::empty({rows.count, 0}, like.options());
     comm_op->store_chunk(&rows, product(comm_op->part(rows), &rows, shape, into));
   }
   return {std::move(comm_op), {}};

@@ -371,8 +371,12 @@ void register_tp_comm_group(pybind11::module_& m) {
            }),
            py::arg("mode"), py::arg("sequence"), py::arg("recompute"), py::arg("ranks"), py::arg("group"),
            py::arg("sum") = 0, py::arg("overlap") = 0, py::arg("why_serial") = "")
-      .def_property_readonly("over_peers",
-                             [](const GroupTPComm& e) { return e.parallel().overlap != Parallel::kSerial; })
+      .def(
+          "reaches",
+          [](const GroupTPComm& e, const at::Device& device) {
+            return e.parallel().overlap == Parallel::kSerial || PeerChannel::has_met(e.group(), device);
+          },
+          "Whether the group's ranks have met on this device, if the communication goes over peers.")
       .def_property_readonly("spec", [](const GroupTPComm& e) { return e.parallel().pack(); })
       .def_property_readonly("group", &GroupTPComm::group);
   m.def("set_symmetric_sum", [](const py::function& function) { set_symmetric_sum(function.ptr()); });

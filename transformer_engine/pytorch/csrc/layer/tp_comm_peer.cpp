@@ -2,11 +2,13 @@
 #include "layer/tp_comm_peer.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 #include <transformer_engine/comm.h>
 
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <string_view>
 
 namespace te_torch::layer {
 
@@ -27,15 +29,17 @@ int64_t rows_in(const Tensor& t) {
 }
 
 // The leading dimensions of t, the first one changed.
-std::vector<int64_t> with_first(const Tensor& t, int64_t first, int64_t last) {
-  auto shape = t.sizes().vec();
+c10::SmallVector<int64_t, 4> with_first(const Tensor& t, int64_t first, int64_t last) {
+  c10::SmallVector<int64_t, 4> shape(t.sizes().begin(), t.sizes().end());
   shape.front() = first;
   shape.back() = last;
   return shape;
 }
 
-std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_prediction& prediction) {
-  std::vector<te_comm_step> steps(32);  // enough for the plans of a few ranks
+using Steps = c10::SmallVector<te_comm_step, 16>;  // enough for the plans of a few ranks
+
+Steps plan_of(const te_comm_problem& problem, te_comm_prediction& prediction) {
+  Steps steps(16);
   int64_t count = 0;
   check(te_comm_plan(&problem, steps.data(), int64_t(steps.size()), &count, &prediction));
   const bool fits = count <= int64_t(steps.size());
@@ -46,24 +50,37 @@ std::vector<te_comm_step> plan_of(const te_comm_problem& problem, te_comm_predic
 
 // rows_of(), without the dispatcher.
 Operand direct_rows(const Operand& t, const Rows& rows) {
-  if (t.quantized() || t.plain.dim() < 2) return rows_of(t, rows);
+  if (t.quantized()) {
+    const Quantized& q = t.fp8;
+    if (q.scaling != TE_SCALING_TENSOR) return rows_of(t, rows);
+    const Tensor part = rows_view(q.rowwise, rows.first, rows.count);
+    return {{}, {q.scaling, q.e5m2, part, q.rowwise_scale_inv, {}, {}}};
+  }
   const Tensor& all = t.plain;
-  return {rows_view(all.dim() == 2 ? all : all.flatten(0, -2), rows.first, rows.count), {}};
+  if (all.dim() == 2) return {rows_view(all, rows.first, rows.count), {}};
+  if (!all.is_contiguous()) return rows_of(t, rows);
+  return {rows_view(matrix_view(all), rows.first, rows.count), {}};
 }
+
+// The beginning of the text of a pass's call.
+struct CallName {
+  std::string_view forward, backward;
+};
+constexpr CallName kGather{"gather, product (forward)", "gather, product (backward)"};
+constexpr CallName kScatter{"product, scatter (forward)", "product, scatter (backward)"};
 
 // The base of gathers and scatters: the plan and its steps.
 class PeerCommOp : public CommOp {
  public:
-  // shard: the rows of each rank. full: what at_once() returns.
+  // shard: the rows of each rank.
   PeerCommOp(std::shared_ptr<PeerChannel> channel, te_comm_op op, bool automatic, Pass pass, const Operand& mine,
-             const Tensor& like, int64_t shard, Tensor full)
+             const Tensor& like, int64_t shard)
       : channel_(std::move(channel)),
         op_(op),
         automatic_(automatic),
         pass_(pass),
         mine_(mine),
         like_(like),
-        full_(std::move(full)),
         shard_(shard) {}
 
   ~PeerCommOp() override {
@@ -76,14 +93,20 @@ class PeerCommOp : public CommOp {
   int64_t rows() const override { return shard_ * ranks(); }
 
   void plan_chunks(const std::optional<ChunkedResult>& result) override {
-    const char* const name = op_ == TE_COMM_GATHER_PRODUCT ? "te::peer_gather" : "te::peer_scatter";
+    const bool gathers = op_ == TE_COMM_GATHER_PRODUCT;
+    const int64_t first = like_.size(0) * (gathers ? ranks() : 1);
     plan(result);
-    Direct::call<peer_path>(name, path_.c_str(), why_.c_str());
-    if (runs_) result_ = at::empty({rows(), result->columns}, like_.options());
+    if (probe::active()) explain(gathers ? "te::peer_gather" : "te::peer_scatter");
+    if (runs_) {
+      whole_ = at::empty(with_first(like_, first, result->columns), like_.options());
+      result_ = whole_.dim() == 2 ? whole_ : matrix_view(whole_);
+    } else {
+      like_all_ = gathers ? at::empty(with_first(like_, first, 0), like_.options()) : like_;
+    }
     begin_product();
   }
 
-  const Tensor* at_once() const override { return runs_ ? nullptr : &full_; }
+  const Tensor* at_once() const override { return runs_ ? nullptr : &like_all_; }
   Operand part(const Rows& rows) const override { return direct_rows(operand(), rows); }
   Tensor output_buffer() const override { return result_; }
 
@@ -114,12 +137,8 @@ class PeerCommOp : public CommOp {
   virtual void arrives(int32_t peer) = 0;  // before its rows are read
   virtual void end_product() = 0;          // after the last chunk of a GEMM in chunks
 
-  std::string call_text(const char* what, const Tensor& t, at::IntArrayRef sizes) const {
-    std::string text = what;
-    text += pass_ == Pass::kFprop ? " (forward) " : " (backward) ";
-    text += c10::toString(t.scalar_type());
-    for (size_t d = 0; d < sizes.size(); ++d) text += (d == 0 ? " [" : ", ") + std::to_string(sizes[d]);
-    return text += "]";
+  std::string text_of(const CallName& name, const Tensor& t, at::IntArrayRef sizes) const {
+    return call_text(pass_ == Pass::kFprop ? name.forward : name.backward, t.scalar_type(), sizes);
   }
 
   const std::shared_ptr<PeerChannel> channel_;
@@ -128,24 +147,23 @@ class PeerCommOp : public CommOp {
   const Pass pass_;
   const Operand mine_;
   const Tensor like_;
-  const Tensor full_;
   const int64_t shard_;
-  std::vector<te_comm_step> steps_;  // of a product in runs
+  Steps steps_;  // of a product in runs
   bool runs_ = false;
-  Tensor result_;
+  // The result of all rows; of a product in runs as a matrix, and with the leading dimensions of `like`.
+  Tensor result_, whole_;
 
  private:
   // Runs, or none and why.
   void plan(const std::optional<ChunkedResult>& result) {
-    path_ = "peers, serial";
     if (mine_.quantized() && shard_ % kFp8Rows != 0) {
-      why_ = "runs of FP8 products want a multiple of 16 rows from each rank";
+      why_no_runs_ = "runs of FP8 products want a multiple of 16 rows from each rank";
       return;
     }
     if (!result.has_value()) {
-      why_ = like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
-                              "set_cpu_products('loop')"
-                            : "the product's algorithm splits its reduction, or has no runs";
+      why_no_runs_ = like_.is_cpu() ? "LibTorch's products of some rows have other bits than those of all: "
+                                      "set_cpu_products('loop')"
+                                    : "the product's algorithm splits its reduction, or has no runs";
       return;
     }
     const bool bytes = op_ == TE_COMM_GATHER_PRODUCT && mine_.quantized();
@@ -159,40 +177,49 @@ class PeerCommOp : public CommOp {
                                   bytes ? TE_FLOAT8_E4M3 : dtype_of(like_, "linear", "x"),
                                   channel_->costs(),
                                   {result->tile.rows, result->tile.cols, result->tile.units}};
-    te_comm_prediction prediction{};
-    steps_ = plan_of(problem, prediction);
-    runs_ = prediction.schedule == TE_COMM_CHUNKED;
+    steps_ = plan_of(problem, prediction_);
+    runs_ = prediction_.schedule == TE_COMM_CHUNKED;
     if (runs_) {
       products_ = std::count_if(steps_.begin(), steps_.end(),
                                 [](const te_comm_step& step) { return step.kind == TE_COMM_STEP_GEMM; });
       if (products_ > 1) streams_ = channel_->streams();
-      path_ = "peers, chunked, " + std::to_string(prediction.runs) + (prediction.runs == 1 ? " run" : " runs");
     } else {
       steps_.clear();
-      why_ = "one product is predicted to be faster than runs, " + std::to_string(std::llround(prediction.us)) + " us";
     }
+  }
+
+  void explain(const char* op) const {
+    std::string path = "peers, serial", why;
+    if (runs_) {
+      path = "peers, chunked, " + std::to_string(prediction_.runs) + (prediction_.runs == 1 ? " run" : " runs");
+    } else if (why_no_runs_ != nullptr) {
+      why = why_no_runs_;
+    } else {
+      why = "one product is predicted to be faster than runs, " + std::to_string(std::llround(prediction_.us)) + " us";
+    }
+    Direct::call<peer_path>(op, path.c_str(), why.c_str());
   }
 
   size_t at_ = 0;
   int64_t products_ = 0, taken_ = 0;  // of the steps: in all, and so far
   RunStreams* streams_ = nullptr;     // null: one stream
-  std::string path_, why_;
+  te_comm_prediction prediction_{};
+  const char* why_no_runs_ = nullptr;  // other than the prediction
+  Tensor like_all_;                    // what at_once() returns
 };
 
 class PeerGather final : public PeerCommOp {
  public:
   PeerGather(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
              ScopedBuffers* buffers)
-      : PeerCommOp(channel, TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine)),
-                   at::empty(with_first(like, like.size(0) * channel->ranks(), 0), like.options())),
+      : PeerCommOp(std::move(channel), TE_COMM_GATHER_PRODUCT, automatic, pass, mine, like, rows_in(data_of(mine))),
         read_later_(pass == Pass::kDgrad || buffers == nullptr),
         own_(mine) {
     Tensor& data = own_.quantized() ? own_.fp8.rowwise : own_.plain;
     data = data.contiguous();
-    auto sizes = data.sizes().vec();
-    sizes[0] *= ranks();
-    call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, call_text("gather, product", data, data.sizes()),
-                                       sizes, data.options());
+    const auto sizes = with_first(data, data.size(0) * ranks(), data.size(-1));
+    call_ = std::make_shared<PeerCall>(channel_, SlotKind::kValues, text_of(kGather, data, data.sizes()), sizes,
+                                       data.options());
     if (buffers != nullptr) buffers->hold(call_);
     arrived_ = own_;
     (arrived_.quantized() ? arrived_.fp8.rowwise : arrived_.plain) = call_->slot();
@@ -217,7 +244,7 @@ class PeerGather final : public PeerCommOp {
     } else {
       call_->end(result_);
     }
-    return result_.view(with_first(like_, like_.size(0) * ranks(), result_.size(-1)));
+    return runs_ ? whole_ : result_.view(with_first(like_, like_.size(0) * ranks(), result_.size(-1)));
   }
 
  private:
@@ -264,8 +291,7 @@ class PeerScatter final : public PeerCommOp {
  public:
   PeerScatter(std::shared_ptr<PeerChannel> channel, bool automatic, Pass pass, const Operand& mine, const Tensor& like,
               const OptionalTensor& bias)
-      : PeerCommOp(channel, TE_COMM_PRODUCT_SCATTER, automatic, pass, mine, like, rows_in(like) / channel->ranks(),
-                   like),
+      : PeerCommOp(channel, TE_COMM_PRODUCT_SCATTER, automatic, pass, mine, like, rows_in(like) / channel->ranks()),
         bias_(bias),
         computed_(size_t(ranks()), 0) {
     channel_->refuse_failed();
@@ -285,8 +311,8 @@ class PeerScatter final : public PeerCommOp {
       const int64_t first = std::max(taken.first, to * shard_);
       const int64_t last = std::min(taken.first + taken.count, (to + 1) * shard_);
       if (first >= last && shard_ > 0) continue;  // without rows the ranks say so
-      const Tensor piece = rows_view(result_, first, last - first);
-      call_->push(to, ((rank() * shard_) + first - to * shard_) * pitch_, piece);
+      call_->push(to, ((rank() * shard_) + first - to * shard_) * pitch_, result_, first * pitch_,
+                  (last - first) * pitch_);
       computed_[size_t(to)] += last - first;
       if (computed_[size_t(to)] == shard_) call_->signal(to);
     }
@@ -294,11 +320,14 @@ class PeerScatter final : public PeerCommOp {
 
   Tensor finish() override {
     call_->wait_for_others();
-    std::vector<te_tensor> partials;
+    const te_tensor mine = view_2d(result_, "peer_scatter", "partials"),
+                    inbox = view_2d(call_->slot(), "peer_scatter", "partials");
+    c10::SmallVector<te_tensor, 8> partials;
     for (int64_t from = 0; from < ranks(); ++from) {
-      const Tensor part = from == rank() ? rows_view(result_, rank() * shard_, shard_)
-                                         : rows_view(call_->slot(), from * shard_, shard_);
-      partials.push_back(view_2d(part, "peer_scatter", "partials"));
+      te_tensor part = from == rank() ? mine : inbox;
+      part.rows = shard_;
+      if (part.data != nullptr) part.data = static_cast<char*>(part.data) + from * shard_ * pitch_;
+      partials.push_back(part);
     }
     const Tensor out = at::empty(with_first(like_, like_.size(0) / ranks(), result_.size(-1)), like_.options());
     check(te_comm_ordered_sum(partials.data(), int32_t(ranks()), view_2d(bias_, "peer_scatter", "bias"),
@@ -317,9 +346,8 @@ class PeerScatter final : public PeerCommOp {
 
   void open() {
     pitch_ = result_.size(1) * int64_t(like_.itemsize());
-    call_ =
-        std::make_unique<PeerCall>(channel_, SlotKind::kInbox, call_text("product, scatter", like_, result_.sizes()),
-                                   result_.sizes(), like_.options());
+    call_ = std::make_unique<PeerCall>(channel_, SlotKind::kInbox, text_of(kScatter, like_, result_.sizes()),
+                                       result_.sizes(), like_.options());
   }
 
   const OptionalTensor bias_;
