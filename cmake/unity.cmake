@@ -24,7 +24,7 @@ foreach(group IN ITEMS
     "stash/stash_api;saved_hooks/saved_python"
     "autograd/saved;autograd/saved_leaves;core/rows_view"
     "saved_hooks/saved_marks;saved_hooks/saved_rows;saved_hooks/saved_tensor_hooks"
-    "ops/optimizer;ops/optimizer_adam;ops/optimizer_step;core/parameters"
+    "ops/optimizer;ops/optimizer_adam;ops/optimizer_step;core/parameters;core/kept_objects"
     "wgrad/main_grad;wgrad/main_grad_module;wgrad/ready_counts;wgrad/grad_gate;wgrad/grad_accumulator;wgrad/wgrad_task;gemm/product"
     "autograd/accumulators;autograd/backward_watch;core/random_state;core/threads;core/own_storage;core/probe"
     "ops/comm;distributed/group;distributed/collective_call;distributed/agreement;distributed/fingerprints;distributed/fingerprint_ring;core/comm_buffer_pool"

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -334,3 +335,56 @@ def test_a_gather_that_is_in_flight_when_all_is_deleted(monkeypatch, is_blocked)
     del module
     gc.collect()
     assert len(comm.in_flight()) == is_blocked
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hook_of_the_weight_that_calls_backward_dw(monkeypatch, overlap):
+    """It runs while autograd's accumulator has the lock of the weight's .grad, which a plain use brings."""
+
+    def run(in_hook):
+        torch.manual_seed(4)
+        options = {"bias": False, "device": "cpu", "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True}
+        module = torch.nn.ModuleDict({"own": te.Linear(16, 16, **options), "rest": torch.nn.Linear(16, 16)})
+        config = OVERLAPPED if overlap else {}
+        ddp = wrapped(monkeypatch, FakeCommunicator(), module, **config)
+        own, rest, found = module["own"], module["rest"], []
+        if in_hook:
+            own.weight.register_post_accumulate_grad_hook(lambda _: own.backward_dw())
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            (F.linear(rest(own(x)), own.weight)).square().sum().backward()
+            if not in_hook:
+                own.backward_dw()
+            assert own.weight.grad is None
+            if overlap:
+                assert states(ddp) == ({"IN_FLIGHT"} if step else {"ACCUMULATING"})
+            ddp.finish_grad_sync()
+            found += [p.main_grad.clone() for p in module.parameters()]
+        return found
+
+    wanted, found = run(False), []
+    thread = threading.Thread(target=lambda: found.extend(run(True)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for itself"
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_step_begins_without_what_autograd_left(monkeypatch):
+    """As after a backward that an exception ended before the gate."""
+    ddp = wrapped(monkeypatch, FakeCommunicator(), ladder(), **OVERLAPPED)
+    params = list(ddp.module.parameters())
+    params[0].grad, params[1].grad_added_to_main_grad = torch.ones_like(params[0]), True
+    ddp.zero_grad_buffer()
+    assert params[0].grad is None and params[1].grad_added_to_main_grad is False
+    assert not hasattr(params[0], "grad_added_to_main_grad")
+
+
+def test_a_main_grad_may_be_another_view_of_its_place(monkeypatch):
+    """Its address decides, not the object."""
+    ddp = wrapped(monkeypatch, FakeCommunicator(), ladder(), use_distributed_optimizer=True, **OVERLAPPED)
+    first, last = ddp.module[0].weight, ddp.module[2].weight
+    first.main_grad, last.main_grad = first.main_grad.view(-1).view(16, 16), last.main_grad.clone()
+    with refused(RuntimeError, "'2.weight' has another main_grad"):
+        ddp.zero_grad_buffer()

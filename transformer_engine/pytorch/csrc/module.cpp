@@ -13,6 +13,7 @@
 // register_<name> is made by TE_OP_REGISTRATION (core/op_registration.h), or written where there are no ops.
 #define TE_CORE(X)    \
   X(comm_buffer_pool) \
+  X(kept_objects)     \
   X(own_storage)      \
   X(probe)            \
   X(random_state)     \
@@ -29,7 +30,8 @@
   X(grouped_quantize)  \
   X(list_quantize)     \
   X(quantizer)         \
-  X(quantize_range)
+  X(quantize_range)    \
+  X(range_casts)
 
 #define TE_DISTRIBUTED(X) \
   X(agreement)            \

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.communicator import Communicator
 from transformer_engine.pytorch.data_parallel.config import DistributedDataParallelConfig
@@ -17,7 +18,7 @@ OP = "ParamAndGradBuffer"
 
 class Bucket:
     """Parameters whose gradients travel in one collective. grad_data, param_data: its part of the buffers (param_data
-    is None unless sharded)."""
+    is None unless sharded). own_grads, own_params: this rank's slices of them (None unless sharded)."""
 
     def __init__(self, buffer: ParamAndGradBuffer, index: int, layout: BucketLayout) -> None:
         self.buffer, self.bucket_id, self.layout = buffer, index, layout
@@ -27,6 +28,9 @@ class Bucket:
         self.gradient_scaling_factor = buffer.gradient_scaling_factor
         self.grad_data = buffer.grad_data[layout.start : layout.end]
         self.param_data = None if buffer.param_data is None else buffer.param_data[layout.start : layout.end]
+        self.own_grads = self.own_params = None
+        if self.param_data is not None:
+            self.own_grads, self.own_params = self.own_shard(self.grad_data), self.own_shard(self.param_data)
         self.is_reducing = False
 
     def own_shard(self, data: torch.Tensor) -> torch.Tensor:
@@ -66,12 +70,15 @@ class ParamAndGradBuffer:
         self.slots = {params[slot.param]: slot for slot in layout.slots}
         for param, slot in self.slots.items():
             self._place(param, slot.start, slot.end)
-        # Of parameters that are not held in FP8: the main_grad, and the address of the data if that is in the buffer.
-        self._given = {
-            p: (p.main_grad, None if self.param_data is None else p.data_ptr())
-            for p in self.slots
-            if not fp8_weights.is_fp8(p)
-        }
+        self._params = list(self.slots)
+        self._kept = _C.KeptObjects()  # what moved() looks at, for one comparison of all parameters
+        for p in self._params:
+            fields = ["main_grad"]
+            memory = [] if self.param_data is None else [p]
+            if memory and fp8_weights.is_fp8(p):
+                fields.append(p._gathered[0])
+                memory = [fp8_weights.raw_data(p)]
+            self._kept.add(p, fields, memory)
         self.buckets = [Bucket(self, i, bucket) for i, bucket in enumerate(layout.buckets)]
         self._grad_bytes = self.grad_data.untyped_storage().nbytes()
 
@@ -92,14 +99,22 @@ class ParamAndGradBuffer:
         slot = self.slots[param]
         return slot.start, slot.end
 
+    def changed_parameter(self) -> tuple[torch.nn.Parameter, str] | None:
+        """The first parameter that is not in the state that this buffer gave it, and how it differs."""
+        frozen = _C.first_frozen(self._params)
+        if frozen >= 0:
+            return self._params[frozen], "was frozen"
+        number = self._kept.changed()
+        while number >= 0:
+            difference = self.moved(self._params[number])
+            if difference is not None:
+                return self._params[number], difference
+            number = self._kept.changed(number + 1)
+        return None
+
     def moved(self, param: torch.nn.Parameter) -> str | None:
-        """How a parameter differs from the state that this buffer gave it, or None."""
-        grad = getattr(param, "main_grad", None)
-        if param in self._given:  # one comparison in place of several for nearly all
-            own_grad, address = self._given[param]
-            if grad is own_grad and (address is None or param.data_ptr() == address):
-                return None
-        start = self.slots[param].start
+        """How the places of a parameter and of its gradient differ from those that this buffer gave it, or None."""
+        grad, start = getattr(param, "main_grad", None), self.slots[param].start
         if not isinstance(grad, torch.Tensor):
             return "has no main_grad any more"
         if grad.data_ptr() != self.grad_data.data_ptr() + start * self.grad_data.element_size() and param.numel():

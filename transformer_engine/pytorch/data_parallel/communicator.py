@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from transformer_engine.pytorch._internal.torch_private import group_store, group_timeout, make_nccl_premul_sum
+from transformer_engine.pytorch._internal.torch_private import (
+    group_store,
+    group_timeout,
+    make_nccl_premul_sum,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from transformer_engine.pytorch.distributed.groups import ranks_of
 
 OP = "DistributedDataParallel"
@@ -56,6 +63,9 @@ class Communicator:
         self.size = ranks_of(OP, argument, group)
         self.group: Any = group
         self.rank = dist.get_rank(group) if self.size > 1 else 0
+        # torch's answers, which take long and are the same for each bucket.
+        self._blocks_host: dict[str, bool] = {}
+        self._premultiplied: dict[float, Any] = {}
         self._store: Any = None
         if self.size > 1:  # sentences of ranks that leave a step travel beside the collectives
             store = group_store(dist.group.WORLD if group is None else group)
@@ -68,26 +78,26 @@ class Communicator:
 
     def blocks_host(self, device: torch.device) -> bool:
         """Whether wait() of a collective waits on the host, not on the stream."""
-        if self.size == 1:
-            return False
-        return device.type != "cuda" or "nccl" not in str(dist.get_backend_config(self.group))
+        if device.type not in self._blocks_host:
+            may_queue = self.size > 1 and device.type == "cuda" and "nccl" in str(dist.get_backend_config(self.group))
+            self._blocks_host[device.type] = self.size > 1 and not may_queue
+        return self._blocks_host[device.type]
 
     def premultiplied_sum(self, factor: float) -> Any:
-        return make_nccl_premul_sum(factor)
+        if factor not in self._premultiplied:
+            self._premultiplied[factor] = make_nccl_premul_sum(factor)
+        return self._premultiplied[factor]
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        return self._started(tensor, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True))
+        return self._started(tensor, lambda: start_all_reduce(tensor, op, self.group))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """shard: this rank's slice of full, in place."""
-        return self._started(
-            full,
-            lambda: dist.reduce_scatter_tensor(shard, full, op, group=self.group, async_op=True),
-        )
+        return self._started(full, lambda: start_reduce_scatter(shard, full, op, self.group))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """shard: this rank's slice of full, in place."""
-        return self._started(full, lambda: dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True))
+        return self._started(full, lambda: start_all_gather(full, shard, self.group))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._started(sent, lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True))

@@ -1,21 +1,16 @@
 """Weights that are held in FP8 alone: a buffer has their bytes, shards have their masters. Each master is cast into the
 bytes of its shard as a part of the whole weight, by one exchange of amaxes for the weights of a bucket group.
-Columnwise data are made of the bytes after a gather. The arithmetic is that of tensor/utils.py."""
+Columnwise data are made of the bytes after a gather (tensor/master_casts.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from transformer_engine.pytorch.optimizers.adam_states import first_master
 from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor, QuantizedTensor
-from transformer_engine.pytorch.tensor.utils import (
-    post_all_gather_processing,
-    quantize_master_weights,
-    replace_raw_data,
-)
+from transformer_engine.pytorch.tensor.utils import replace_raw_data
 
 _PITCH = 16  # bytes between rows that products ask for
 
@@ -60,15 +55,3 @@ def clear_first_values(param: Any) -> None:
     clear = getattr(param, "clear_high_precision_init_val", None)
     if clear is not None:
         clear()
-
-
-def cast(
-    weights: Sequence[Any], masters: Sequence[torch.Tensor | None], starts: Sequence[int | None], group: Any
-) -> None:
-    """Masters into the bytes of this rank's parts. The lists are alike on all ranks of the group."""
-    quantize_master_weights(weights, masters, starts, group, manual_post_all_gather_processing=True)
-
-
-def gathered(weights: Sequence[Any]) -> None:
-    """Makes columnwise data of the gathered bytes."""
-    post_all_gather_processing(weights)

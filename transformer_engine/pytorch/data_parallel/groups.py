@@ -22,6 +22,7 @@ from transformer_engine.pytorch.data_parallel.nan_check import NanCheck
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
 from transformer_engine.pytorch.data_parallel.reduction import Reduction
 from transformer_engine.pytorch.data_parallel.report import Span, waiting
+from transformer_engine.pytorch.tensor.master_casts import ColumnsOfWeights
 
 OP = "BucketGroup"
 _FP8_NAN = 0x7F  # of E4M3 and of E5M2
@@ -64,13 +65,15 @@ class BucketGroup:
         # Weights.
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
+        self._fp8_columns = ColumnsOfWeights(self.fp8_weights)
         self._gathers: list[Work] | None = None
         self._unwaited: list[Work] = []  # the same, for a group that is deleted before
         if self.comm.size > 1 and not self.comm.blocks_host(self.device):
             stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
             weakref.finalize(self, _wait_on, stream, self._unwaited).atexit = False
         self._gathered: Done | None = None
-        self._ordered_streams: set[int] = set()  # of a GPU, after the last gather
+        # Streams whose work may read the weights: they are whole, and a GPU's streams wait for the gather; None: all.
+        self.readers: set[int] | None = None
         # span(kind) notes the dispatch of a collective, once a timeline was asked for.
         self.span: Callable[[str], Span | None] = lambda kind: None
         self._grad_span: Span | None = None
@@ -239,12 +242,10 @@ class BucketGroup:
     def _wait_for_producers(self) -> None:
         """Orders the current stream after every stream on which a gradient was made."""
         streams = self.counts.take_streams()
-        if not streams:
-            return
-        current = torch.cuda.current_stream(self.device)
+        current = current_raw_stream(self.device) if streams else 0
         for stream in streams:
-            if stream != current.cuda_stream:
-                current.wait_stream(_stream_of(stream, self.device))
+            if stream != current:
+                torch.cuda.current_stream(self.device).wait_stream(_stream_of(stream, self.device))
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Starts the reduction if nothing has, and waits for it. Does nothing where the gradients are reduced.
@@ -278,14 +279,6 @@ class BucketGroup:
     def is_gathering(self) -> bool:
         return self._gathers is not None
 
-    def is_whole(self) -> bool:
-        """Whether the current stream may read the weights: they are gathered, and it waits for that already."""
-        if self._gathers is not None or self.version != self._gathered_version:
-            return False
-        if self._gathered is None or self._gathered.event is None:
-            return True
-        return current_raw_stream(self.device) in self._ordered_streams
-
     def note_step(self) -> None:
         """This rank's shards were written: the weights are stale until they are gathered."""
         if self._gathers is not None:
@@ -296,6 +289,7 @@ class BucketGroup:
         if not self.is_sharded:
             return
         self.version += 1
+        self.readers = set()
         if self.config.debug:
             self._spoil()
 
@@ -319,9 +313,8 @@ class BucketGroup:
             self._wait_for_gathers()
             return
         self._gather_span = self.span("gather")
-        self._gathers = [
-            self.comm.all_gather(bucket.param_data, bucket.own_shard(bucket.param_data)) for bucket in self.buckets
-        ]
+        self.readers = set()
+        self._gathers = [self.comm.all_gather(bucket.param_data, bucket.own_params) for bucket in self.buckets]
         self._unwaited += self._gathers
         if force_sync or not self.config.overlap_param_gather:
             self._wait_for_gathers()
@@ -347,10 +340,9 @@ class BucketGroup:
                 following.start_param_sync()
 
     def _wait_for_gathers(self) -> None:
-        device = self.buckets[0].buffer.device
         if self._gathers is None:
-            if self._gathered is not None and device.type == "cuda":
-                self._order_stream(self._gathered, torch.cuda.current_stream(device).cuda_stream)
+            if self._gathered is not None and self._gathered.event is not None:
+                self._order_stream(self._gathered, current_raw_stream(self.device))
             return
         with waiting(self._gather_span):
             for work in self._gathers:
@@ -359,16 +351,17 @@ class BucketGroup:
         self._unwaited.clear()
         self._gathered_version = self.version
         if self.fp8_weights:
-            fp8_weights.gathered(self.fp8_weights)
-        self._gathered = Done(device)
-        self._ordered_streams.clear()
+            self._fp8_columns.make()
+        self._gathered = Done(self.device)
+        if self._gathered.event is None:
+            self.readers = None
         torch.autograd.graph.increment_version(self.params_list)
 
     def _order_stream(self, gathered: Done, stream: int) -> None:
         """The first stream that waits makes the weights whole; each other one that reads them waits for it."""
-        if stream not in self._ordered_streams:
+        if stream not in self.readers:
             gathered.wait()
-            self._ordered_streams.add(stream)
+            self.readers.add(stream)
 
 
 def _wait_on(stream: torch.cuda.Stream | None, works: Sequence[Work]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _C
-from transformer_engine.pytorch._internal.torch_private import disable_dynamo
+from transformer_engine.pytorch._internal.torch_private import current_raw_stream, disable_dynamo
 from transformer_engine.pytorch.data_parallel.groups import BucketGroup, has_partial_step
 from transformer_engine.pytorch.data_parallel.order import gather_for
 
@@ -130,12 +130,15 @@ def _before_forward(groups: Sequence[BucketGroup], chained: bool) -> Callable[..
         for group in groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
+    is_traced, device = torch.compiler.is_dynamo_compiling, groups[0].device
+
     def hook(*_: object) -> None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             wait()
             return
         for group in groups:
-            if not group.is_whole():
+            readers = group.readers
+            if readers is not None and (not readers or current_raw_stream(device) not in readers):
                 wait()
                 return
 

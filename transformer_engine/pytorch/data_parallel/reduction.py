@@ -9,6 +9,7 @@ here in the order of the ranks, in float32, and rounded once.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 import torch
@@ -39,7 +40,7 @@ class Reduction:
         op = self._prepared(bucket, comm)
         if all_reduce:
             return comm.all_reduce(bucket.grad_data, op)
-        return comm.reduce_scatter(bucket.own_shard(bucket.grad_data), bucket.grad_data, op)
+        return comm.reduce_scatter(bucket.own_grads, bucket.grad_data, op)
 
     def _make_room(self, device: torch.device) -> None:
         if not any(each.comm.blocks_host(device) for each in self._ordered):
@@ -73,6 +74,7 @@ class Reduction:
             self._ordered.popleft().wait()
 
 
+@functools.cache
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:
     """Whether a factor of the gradients' dtype loses nothing of what float32 keeps."""
     return dtype.itemsize >= 4 or torch.tensor(factor, dtype=dtype).item() == factor

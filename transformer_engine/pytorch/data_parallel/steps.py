@@ -6,7 +6,7 @@ on the device, which a skipped step leaves alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformer_engine.pytorch.data_parallel.groups import BucketGroup
 from transformer_engine.pytorch.data_parallel.shards import OP, Shard
 from transformer_engine.pytorch.functional import optimizer_count_step, optimizer_scale, optimizer_sgd
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+from transformer_engine.pytorch.tensor.master_casts import ColumnsOfWeights, MasterCasts
 
 MASTER = "master_param"
 MOMENTUM = "momentum_buffer"
@@ -43,6 +44,7 @@ class Steps:
     def __init__(self, optimizer: Any, shards: list[list[Shard]], device: torch.device) -> None:
         self.optimizer, self.param_groups, self.shards = optimizer, optimizer.param_groups, shards
         self.steps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in self.param_groups]
+        self._casts: dict[BucketGroup, list[Callable[[], None]]] = {}  # of FP8 weights
 
     def begin(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
         """A step of all shards begins: counts it, unless noop (float32 [1]) is set."""
@@ -86,16 +88,21 @@ class Steps:
         """Masters of the group's FP8 weights into this rank's parts of them. Unsharded weights are whole afterwards."""
         if not group.fp8_weights:
             return
+        if group not in self._casts:
+            self._casts[group] = self._casts_of(group)
+        for cast in self._casts[group]:
+            cast()
+
+    def _casts_of(self, group: BucketGroup) -> list[Callable[[], None]]:
         local = {shard.param: shard for own in self.shards for shard in own if shard.is_fp8 and shard.group is group}
         stepped = {p for param_group in self.param_groups for p in param_group["params"]}
         weights = [p for p in group.fp8_weights if p in stepped]  # the same on all ranks
         if not weights:
-            return
+            return []
         masters = [local[p].weight if p in local else None for p in weights]
         starts = [local[p].start if p in local else None for p in weights]
-        fp8_weights.cast(weights, masters, starts, group.comm.group)
-        if not group.is_sharded:
-            fp8_weights.gathered(weights)
+        casts = [MasterCasts(weights, masters, starts, group.comm.group).run]
+        return casts if group.is_sharded else [*casts, ColumnsOfWeights(weights).make]
 
     def _chosen(self, number: int, chosen: set[int] | None) -> list[int]:
         shards = self.shards[number]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch._internal.torch_private import break_graph
 from transformer_engine.pytorch.data_parallel.buffers import ParamAndGradBuffer
@@ -130,6 +131,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._groups = self.bucket_groups + self.expert_parallel_bucket_groups
         self._order = DispatchOrder(self._groups)
         self.param_to_bucket_group = {p: group for group in self._groups for p in group.params_list}
+        self._params = list(self.param_to_bucket_group)
+        self._ids = {id(p) for p in self._params}
         for group in self._groups:
             group.order = self._order
             for p in group.params_list:
@@ -397,10 +400,8 @@ class DistributedDataParallel(torch.nn.Module):
         for group in self._groups:
             group.reset()
         self._order.begin()
-        for p in self.param_to_bucket_group:
-            p.grad = None  # of a backward that was refused or ended before the gate
-            if hasattr(p, "grad_added_to_main_grad"):
-                p.grad_added_to_main_grad = False
+        # Of a backward that was refused or ended before the gate.
+        _C.drop_grads(self._params, "grad_added_to_main_grad")
         for part in self._delayed:  # a backward_dw() of a step that was left would come first in the next one
             part.drop_backward_dw()
         for buffer in self._all_buffers:
@@ -435,19 +436,21 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _check_parameters(self) -> None:
         for buffer in self._all_buffers:
-            for p in buffer.slots:
-                found = buffer.moved(p) if p.requires_grad else "was frozen"
-                if found is not None:
-                    raise RuntimeError(
-                        f"{OP}: parameter '{buffer.names[p]}' {found} since the wrapping, wanted it as it was; wrap "
-                        "the module after .to(), casts and freezing."
-                    )
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and p not in self.param_to_bucket_group:
+            found = buffer.changed_parameter()
+            if found is not None:
                 raise RuntimeError(
-                    f"{OP}: parameter '{name}' was not trainable, or not there, when the module was wrapped, wanted "
-                    "the wrapping after all parameters have requires_grad=True."
+                    f"{OP}: parameter '{buffer.names[found[0]]}' {found[1]} since the wrapping, wanted it as it was; "
+                    "wrap the module after .to(), casts and freezing."
                 )
+        wrapped = self._ids  # a look at each name would take longer than all else here
+        for part in self.module.modules():
+            for p in part._parameters.values():
+                if p is not None and id(p) not in wrapped and p.requires_grad:
+                    name = next(name for name, other in self.module.named_parameters() if other is p)
+                    raise RuntimeError(
+                        f"{OP}: parameter '{name}' was not trainable, or not there, when the module was wrapped, "
+                        "wanted the wrapping after all parameters have requires_grad=True."
+                    )
 
     def offload_grad_buffers(self) -> None:
         """Frees the memory of all gradients; main_grad stays a view of it."""

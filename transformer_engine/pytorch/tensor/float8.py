@@ -13,7 +13,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.arguments import fp8_dtype_of
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE, PartSpec
-from transformer_engine.pytorch.tensor.parts import NOTHING, Part
+from transformer_engine.pytorch.tensor.parts import NOTHING, ColumnCopy, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.registry import Wanted
@@ -120,6 +120,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _derivable(self) -> bool:
         return True
+
+    def _column_copy(self) -> ColumnCopy | None:
+        if not all(self.get_usages().values()):
+            return None
+        rows, columns = layout.pitched(ROWWISE, self._data), layout.pitched(COLUMNWISE, self._transpose)
+        return None if rows is None or columns is None else (rows, columns, None, None)
 
     def _row_parts(self) -> tuple[str, str | None] | None:
         return None if self._data is None else ("_data", None)
@@ -301,7 +307,7 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
             self.scale.copy_((scales[1:] if scales.numel() > 1 else 1 / scales).view_as(self.scale))
         return native
 
-    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def _range_state(self, device: torch.device) -> dict[str, torch.Tensor | None]:
         return {"amax": self.amax}
 
     def is_requantization_safe(self) -> bool:

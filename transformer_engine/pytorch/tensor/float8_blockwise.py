@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.layout import (
     ROWWISE_SCALE,
     PartSpec,
 )
-from transformer_engine.pytorch.tensor.parts import NOTHING, Part
+from transformer_engine.pytorch.tensor.parts import NOTHING, ColumnCopy, Part
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.registry import Wanted
@@ -125,6 +125,18 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
 
     def _derivable(self) -> bool:
         return self._is_2D_scaled
+
+    def _column_copy(self) -> ColumnCopy | None:
+        if not self._is_2D_scaled or not all(self.get_usages().values()):
+            return None
+        down, along = (math.ceil(n / BLOCK) for n in layout.fold(self.size()))
+        rows, columns = (
+            layout.pitched(ROWWISE, self._rowwise_data),
+            layout.pitched(COLUMNWISE, self._columnwise_data),
+        )
+        if rows is None or columns is None:
+            return None
+        return rows, columns, self._rowwise_scale_inv[:, :along].t(), self._columnwise_scale_inv[:, :down]
 
     def _row_parts(self) -> tuple[str, str | None] | None:
         if self._is_2D_scaled or self._rowwise_data is None:

@@ -93,11 +93,14 @@ class Float8Quantizer(PerTensorQuantizer, python_written=False):
         if state is not None and not state.stepped:
             state.fit(self._column.index, engine.amax(x), noop)
 
-    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def _range_state(self, device: torch.device) -> dict[str, torch.Tensor | None]:
+        self._weight_state(device)
+        return {"scale": self.scale, "amax": self.amax}
+
+    def _fit_range(self, amaxes: torch.Tensor) -> None:
         state = self._weight_state(amaxes.device)
         if state is not None and not state.stepped:
             state.fit(self._column.index, amaxes)
-        return {"scale": self.scale, "amax": self.amax}
 
     def _held(self, values: torch.Tensor) -> QuantizedTensorStorage:
         self._put_in(values)

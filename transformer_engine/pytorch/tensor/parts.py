@@ -13,6 +13,9 @@ from transformer_engine.pytorch.tensor import layout
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, DATA, ROWWISE, PartSpec
 
 NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
+# Rowwise and columnwise data as matrices that products read; views of their scales, one the transpose of the other,
+# unless one scale serves both.
+ColumnCopy = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class Part(NamedTuple):
@@ -55,6 +58,10 @@ class Parts:
     def _derivable(self) -> bool:
         """Whether one direction can be derived from the other."""
         return False
+
+    def _column_copy(self) -> ColumnCopy | None:
+        """If the columnwise direction can be derived into its own memory by a transpose: what that reads and writes."""
+        return None
 
     def _row_parts(self) -> tuple[str, str | None] | None:
         """If rows can be moved without new scales: the name of the rowwise data, and of the scales of single rows."""

@@ -319,10 +319,12 @@ class Quantizer(Settings):
         """Whether parts of a tensor can be quantized separately, after the amaxes of the tensor are known."""
         return False
 
-    def _range_scales(self, amaxes: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The arguments of functional.quantize_range_cast, besides the amaxes, for a part of a tensor with these
-        amaxes."""
+    def _range_state(self, device: torch.device) -> dict[str, torch.Tensor | None]:
+        """The arguments 'scale' and 'amax' of functional.quantize_range_cast for a part of a tensor on `device`."""
         return {}
+
+    def _fit_range(self, amaxes: torch.Tensor) -> None:
+        """Runs before the parts of a tensor with these amaxes are cast."""
 
     def _recording(self, amax: torch.Tensor) -> "Quantizer | None":
         """A copy that writes a tensor's amax to `amax`; None if the format has none."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from transformer_engine.pytorch import functional
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import debug_has_internal_overlap
 from transformer_engine.pytorch.tensor import engine, layout
 from transformer_engine.pytorch.tensor.float8_delayed import Float8Quantizer
 from transformer_engine.pytorch.tensor.layout import COLUMNWISE, ROWWISE
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.registry import FLOATS
 from transformer_engine.pytorch.tensor.storage import QuantizedTensorStorage
 
@@ -147,25 +148,17 @@ class _Weight:
                 "of one pitch."
             ) from None
 
-    def note_amaxes(self, amaxes: torch.Tensor) -> None:
-        if self.x.numel():
-            functional.quantize_range_amax(
-                self.x, amaxes, self.shape, self.start, self.weight.dtype, scaling=self.scaling
-            )
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        return getattr(self.weight, self._scale_field)
 
-    def cast(self, amaxes: torch.Tensor) -> None:
-        """amaxes: of the whole weight."""
-        functional.quantize_range_cast(
-            self.x,
-            self.data,
-            getattr(self.weight, self._scale_field),
-            self.shape,
-            self.start,
-            self.weight.dtype,
-            self.quantizer._built_in().spec,
-            amaxes=amaxes,
-            **self.quantizer._range_scales(amaxes),
-        )
+    def add_to(self, calls: _C.RangeCasts, amaxes: torch.Tensor) -> list[torch.Tensor]:
+        """amaxes: of the whole weight. Returns the other tensors that the cast reads or writes."""
+        state = self.quantizer._range_state(amaxes.device)
+        scale, amax = state.get("scale"), state.get("amax")
+        spec, dtype = self.quantizer._built_in().spec, self.weight.dtype
+        calls.add(self.x, self.data, self.scale_inv, amaxes, scale, amax, *self.shape, self.start, dtype, spec)
+        return [t for t in (self.x, self.data, self.scale_inv, scale, amax) if t is not None]
 
 
 def _quantizer_of(op: str, name: str, weight: Any) -> Any:
@@ -184,7 +177,8 @@ def _quantizer_of(op: str, name: str, weight: Any) -> Any:
     return quantizer
 
 
-def _weights_of(op: str, *lists: Any) -> list[_Weight]:
+def _checked_lists(op: str, lists: Sequence[Any]) -> Sequence[Any]:
+    """The weights. Errors: for an argument that is not a list, or of another length."""
     names = ("model_weights", "master_weights", "start_offsets", "fsdp_shard_model_weights")
     weights = lists[0]
     for name, given in zip(names, lists):
@@ -194,7 +188,11 @@ def _weights_of(op: str, *lists: Any) -> list[_Weight]:
             raise TypeError(f"{op}: argument '{name}' is a {type(given).__name__}, wanted a list.")
         if len(given) != len(weights):
             raise ValueError(f"{op}: argument '{name}' has {len(given)} elements, wanted {len(weights)}, as the first.")
-    masters, starts, shards = lists[1], lists[2], lists[3] or [None] * len(weights)
+    return weights
+
+
+def _weights_of(op: str, weights: Any, masters: Any, starts: Any, shards: Any) -> list[_Weight]:
+    shards = shards or [None] * len(weights)
     found: list[_Weight] = []
     for i, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards)):
         device = found[0].weight.device if found else None
@@ -208,29 +206,49 @@ def _reduced(amaxes: torch.Tensor, group: Any) -> None:
         distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
 
 
+class Casts:
+    """Parts of masters and the weights that they go into, checked here. lists: those of quantize_master_weights, of one
+    weight at least. run() may be called again while these are the same."""
+
+    def __init__(self, op: str, lists: Sequence[Any]) -> None:
+        self.parts = _weights_of(op, *lists)
+        sizes = [math.prod(part.amaxes_shape) for part in self.parts]
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=self.parts[0].weight.device)
+        self._calls, self._fits, self.memory = _C.RangeCasts(), [], []
+        for part, found in zip(self.parts, self._buffer.split(sizes)):
+            amaxes, quantizer = found.view(part.amaxes_shape), part.quantizer
+            self.memory.append(part.add_to(self._calls, amaxes))
+            if type(quantizer)._fit_range is not Quantizer._fit_range:
+                self._fits.append((quantizer, amaxes))
+
+    def run(self, group: Any) -> None:
+        """Writes bytes and scales. Nothing else of the weights changes."""
+        self._buffer.zero_()
+        self._calls.note_amaxes()
+        _reduced(self._buffer, group)
+        for quantizer, amaxes in self._fits:
+            quantizer._fit_range(amaxes)
+        self._calls.cast()
+
+
 @torch.no_grad()
 def _cast_masters(op: str, lists: Sequence[Any], group: Any, keep_columnwise: bool) -> None:
-    weights = _weights_of(op, *lists)
-    for i, w in enumerate(weights):
-        if w.weight._keeps_columnwise and not keep_columnwise:
+    weights = _checked_lists(op, lists)
+    if not weights:
+        return
+    casts = Casts(op, lists)
+    for i, weight in enumerate(weights):
+        if weight._keeps_columnwise and not keep_columnwise:
             raise ValueError(
                 f"{op}: model_weights[{i}] has columnwise data that a captured graph reads, and "
                 "manual_post_all_gather_processing is False, wanted True: a replay would not recompute them. Call "
                 "post_all_gather_processing after the gather."
             )
-    if not weights:
-        return
-    sizes = [math.prod(w.amaxes_shape) for w in weights]
-    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=weights[0].weight.device)
-    amaxes = [part.view(w.amaxes_shape) for part, w in zip(buffer.split(sizes), weights)]
-    for weight, found in zip(weights, amaxes):
-        weight.note_amaxes(found)
-    _reduced(buffer, group)
-    for weight, found in zip(weights, amaxes):
-        weight.cast(found)
-        weight.weight._count_write()
-        _drop_columnwise(weight.weight, keep_columnwise)
-        weight.weight._reach_aliases()
+    casts.run(group)
+    for weight in weights:
+        weight._count_write()
+        _drop_columnwise(weight, keep_columnwise)
+        weight._reach_aliases()
 
 
 def quantize_master_weights(
@@ -316,9 +334,11 @@ def note_step_of_rows(weight: QuantizedTensorStorage, noop: torch.Tensor | None)
     _steps_of_rows[weight._scale_inv] = (noop,)
 
 
-def _take_scales_of_the_step(weights: Sequence[QuantizedTensorStorage]) -> None:
+def take_scales_of_the_step(weights: Sequence[QuantizedTensorStorage]) -> None:
     """Weights that other ranks have stepped, in one buffer with some that this rank has stepped rows of, get the
     recipe's scale, which is the same on all ranks."""
+    if not _steps_of_rows:
+        return
     delayed = [w for w in weights if isinstance(w._quantizer, Float8Quantizer)]
     if not any(w._scale_inv in _steps_of_rows for w in delayed):
         return
@@ -341,7 +361,7 @@ def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[
     Errors: NotImplementedError for formats whose two directions hold different values, RuntimeError without rowwise
     data, TypeError unless it is a quantized tensor; nothing is written then."""
     weights = _derivable("post_all_gather_processing", model_weights)
-    _take_scales_of_the_step(weights)
+    take_scales_of_the_step(weights)
     for weight in weights:
         old = _columnwise(weight)
         _drop_columnwise(weight, False)

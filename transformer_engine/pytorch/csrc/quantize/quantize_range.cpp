@@ -1,6 +1,10 @@
 // The binding of range quantization: quantizes a part of a weight with the scales of the whole weight, into tensors of
 // the caller.
 
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include "core/op_registration.h"
 #include "quantize/quantize.h"
 
@@ -63,6 +67,66 @@ void quantize_range_cast(const Tensor& x, const Tensor& data, const Tensor& scal
   if (amax.has_value()) note_written(*amax);
 }
 
+// Parts of masters that are cast into many weights, in the same memory in every step: one call of Python for all.
+class RangeCasts {
+ public:
+  // The arguments of quantize_range_amax and quantize_range_cast.
+  void add(const Tensor& x, const Tensor& data, const Tensor& scale_inv, const Tensor& amaxes,
+           const OptionalTensor& scale, const OptionalTensor& amax, int64_t rows, int64_t cols, int64_t start,
+           at::ScalarType rounded_to, const std::vector<int64_t>& spec) {
+    casts_.push_back({x, data, scale_inv, amaxes, scale, amax, rows, cols, start, rounded_to, spec});
+  }
+
+  void note_amaxes() const {
+    for (const Cast& c : casts_) {
+      if (c.x.numel() == 0) continue;
+      quantize_range_amax(c.x, c.amaxes, c.rows, c.cols, c.start, c.rounded_to, QuantizeSpec::unpack(c.spec).scaling());
+    }
+  }
+
+  void cast() const {
+    for (const Cast& c : casts_) {
+      quantize_range_cast(c.x, c.data, c.scale_inv, c.amaxes, c.scale, c.amax, c.rows, c.cols, c.start, c.rounded_to,
+                          c.spec);
+    }
+  }
+
+ private:
+  struct Cast {
+    Tensor x, data, scale_inv, amaxes;
+    OptionalTensor scale, amax;
+    int64_t rows, cols, start;
+    at::ScalarType rounded_to;
+    std::vector<int64_t> spec;
+  };
+  std::vector<Cast> casts_;
+};
+
+// Columnwise data of many weights that are made of rowwise data in the same memory again and again.
+class ColumnCopies {
+ public:
+  // scales, column_scales: views of the scales' blocks, one the transpose of the other; none where one scale serves
+  // both directions.
+  void add(const Tensor& rows, const Tensor& columns, const OptionalTensor& scales,
+           const OptionalTensor& column_scales) {
+    copies_.push_back({rows, columns, scales.value_or(Tensor()), column_scales.value_or(Tensor())});
+  }
+
+  void make() const {
+    const at::NoGradGuard no_grad;
+    for (const Copy& c : copies_) {
+      fp8_transpose(c.rows, c.columns);
+      if (c.scales.defined()) Tensor(c.column_scales).copy_(c.scales);
+    }
+  }
+
+ private:
+  struct Copy {
+    Tensor rows, columns, scales, column_scales;
+  };
+  std::vector<Copy> copies_;
+};
+
 void amax_meta(const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, c10::SymInt, at::ScalarType, int64_t) {}
 void cast_meta(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                const OptionalTensor&, c10::SymInt, c10::SymInt, c10::SymInt, at::ScalarType, at::ArrayRef<int64_t>) {}
@@ -84,6 +148,22 @@ TE_OP_REGISTRATION(quantize_range, ops) {
                  at::ScalarType rounded_to, const std::vector<int64_t>& spec) {
         quantize_range_cast(x, data, scale_inv, amaxes, scale, amax, rows, cols, start, rounded_to, spec);
       });
+}
+
+void register_range_casts(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<RangeCasts>(m, "RangeCasts", "Casts of parts of masters into weights, all by one call.")
+      .def(py::init<>())
+      .def("add", torch::wrap_pybind_function(&RangeCasts::add), py::arg("x"), py::arg("data"), py::arg("scale_inv"),
+           py::arg("amaxes"), py::arg("scale"), py::arg("amax"), py::arg("rows"), py::arg("cols"), py::arg("start"),
+           py::arg("rounded_to"), py::arg("spec"))
+      .def("note_amaxes", torch::wrap_pybind_function_no_gil(&RangeCasts::note_amaxes))
+      .def("cast", torch::wrap_pybind_function_no_gil(&RangeCasts::cast));
+  py::class_<ColumnCopies>(m, "ColumnCopies", "Columnwise data of weights, all by one call.")
+      .def(py::init<>())
+      .def("add", torch::wrap_pybind_function(&ColumnCopies::add), py::arg("rows"), py::arg("columns"),
+           py::arg("scales"), py::arg("column_scales"))
+      .def("make", torch::wrap_pybind_function_no_gil(&ColumnCopies::make));
 }
 
 }  // namespace te_torch

@@ -78,9 +78,12 @@ struct Target {
     if (!result) throw_python_error();
   }
 
+  // Whether gradients may be added: they are not being reduced, and their memory is there.
+  bool may_add() const { return counts->accumulates.load() && main_grad.storage().nbytes() >= bytes; }
+
   // The gradient into main_grad, and out of .grad.
   void take(const Tensor& parameter) const {
-    if (!counts->accumulates.load() || main_grad.storage().nbytes() < bytes) call("check_accumulates", &parameter);
+    if (!may_add()) call("check_accumulates", &parameter);
     if (!parameter.grad().defined()) return;
     const bool is_added = adds(parameter);  // before the gradient is taken: it may raise
     const Tensor grad = take_grad(parameter);
@@ -130,11 +133,17 @@ struct Target {
   }
 
   void after_accumulation(const Tensor& parameter) const {
+    const bool has_grad = parameter.grad().defined();
     if (is_delayed) {
-      if (parameter.grad().defined()) take(parameter);
-    } else if (!counts->come_ahead(number, torch::autograd::get_current_graph_task_id())) {
+      if (has_grad) take(parameter);
+      return;
+    }
+    const int backward = torch::autograd::get_current_graph_task_id();
+    if (!has_grad && may_add()) {
+      act(counts->count_once(number, current_stream(main_grad), backward), parameter);
+    } else if (!counts->come_ahead(number, backward)) {
       count(parameter);
-    } else if (parameter.grad().defined()) {
+    } else if (has_grad) {
       take(parameter);
     }
   }

@@ -31,13 +31,17 @@ ReadyCounts::Outcome ReadyCounts::counted(size_t number, te_stream stream) {
   return ready() ? Outcome::kComplete : Outcome::kWaits;
 }
 
-ReadyCounts::Outcome ReadyCounts::count(size_t number, te_stream stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+ReadyCounts::Outcome ReadyCounts::counted_or_held(size_t number, te_stream stream) {
   if (!is_last_microbatch.load()) {
     is_held_back_ = true;
     return Outcome::kWaits;
   }
   return counted(number, stream);
+}
+
+ReadyCounts::Outcome ReadyCounts::count(size_t number, te_stream stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counted_or_held(number, stream);
 }
 
 ReadyCounts::Outcome ReadyCounts::count_ahead(size_t number, te_stream stream, int backward) {
@@ -47,12 +51,21 @@ ReadyCounts::Outcome ReadyCounts::count_ahead(size_t number, te_stream stream, i
   return counted(number, stream);
 }
 
-bool ReadyCounts::come_ahead(size_t number, int backward) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+bool ReadyCounts::took_ahead(size_t number, int backward) {
   const auto found = std::find(ahead_.begin(), ahead_.end(), std::pair(number, backward));
   if (found == ahead_.end()) return false;
   ahead_.erase(found);
   return true;
+}
+
+bool ReadyCounts::come_ahead(size_t number, int backward) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return took_ahead(number, backward);
+}
+
+ReadyCounts::Outcome ReadyCounts::count_once(size_t number, te_stream stream, int backward) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return took_ahead(number, backward) ? Outcome::kWaits : counted_or_held(number, stream);
 }
 
 void ReadyCounts::note_producer(te_stream stream) {

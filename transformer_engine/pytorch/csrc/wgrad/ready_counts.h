@@ -28,6 +28,8 @@ class ReadyCounts {
   // numbered: come_ahead() gives true once for it. A backward that raises before leaves it behind.
   Outcome count_ahead(size_t number, te_stream stream, int backward);
   bool come_ahead(size_t number, int backward);
+  // count(), unless come_ahead().
+  Outcome count_once(size_t number, te_stream stream, int backward);
   // The group's reduction waits for that stream.
   void note_producer(te_stream stream);
 
@@ -49,7 +51,10 @@ class ReadyCounts {
   std::atomic<bool> accumulates{true};  // whether gradients may be added: they are neither being reduced nor reduced
 
  private:
+  // Under the lock.
   Outcome counted(size_t number, te_stream stream);
+  Outcome counted_or_held(size_t number, te_stream stream);
+  bool took_ahead(size_t number, int backward);
   void add_producer(te_stream stream);
   bool ready() const;
 
