@@ -1,5 +1,5 @@
 """Data parallelism: replicas of the model train on their parts of a step's windows, in te.distributed's buffers, and
-torch.distributed.checkpoint saves and loads them at any number of replicas."""
+torch.distributed.checkpoint saves and loads them at any number of replicas, and of ranks that share the model."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 
 import transformer_engine.pytorch as te
 
@@ -61,13 +62,12 @@ class DataParallelAdamW:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _folder(path: Path, ranks: Ranks) -> Path:
-    """Parts of a model that tensor parallelism divides are saved apart: each is divided over its replicas."""
-    return path / f"part{ranks.rank}of{ranks.size}"
-
-
-def _state(model: nn.Module, optimizer: DataParallelAdamW) -> dict:
-    return {"model": model.state_dict(), "optimizer": optimizer.optimizer.state_dict()}
+def _state(model: nn.Module, optimizer: DataParallelAdamW, ranks: Ranks) -> dict:
+    """Names and shapes are those of the whole model, however many ranks share it."""
+    device = next(model.parameters()).device.type
+    mesh = DeviceMesh.from_group(ranks.group, device) if ranks.size > 1 else None
+    whole = te.distributed.tensor_parallel_state_dict(model, mesh)
+    return {"model": whole, "optimizer": optimizer.optimizer.state_dict()}
 
 
 def save(path: Path, model: nn.Module, optimizer: DataParallelAdamW, progress: dict, ranks: Ranks) -> None:
@@ -77,9 +77,9 @@ def save(path: Path, model: nn.Module, optimizer: DataParallelAdamW, progress: d
     if ranks.is_first:
         shutil.rmtree(beside, ignore_errors=True)
     ranks.wait()
-    state = _state(model, optimizer) | {"progress": json.dumps(progress)}
+    state = _state(model, optimizer, ranks) | {"progress": json.dumps(progress)}
     try:
-        dcp.save(state, checkpoint_id=_folder(beside, ranks), process_group=ranks.replicas_group)
+        dcp.save(state, checkpoint_id=beside)
     except (CheckpointException, OSError) as error:
         raise SaveError(f"{path}: saving failed ({error}); the checkpoint that was there before is whole") from error
     ranks.wait()
@@ -94,18 +94,14 @@ def save(path: Path, model: nn.Module, optimizer: DataParallelAdamW, progress: d
 
 def restore(path: Path, model: nn.Module, optimizer: DataParallelAdamW, identity: dict, ranks: Ranks) -> int:
     """Loads the model and the optimizer, and returns the number of steps that they have taken."""
-    folder = _folder(path, ranks)
-    if not folder.is_dir():
-        raise ExampleError(
-            f"--resume: no folder {folder}: train with --data-parallel --tp {ranks.size} first, or correct --out, "
-            "--name, --tp"
-        )
+    if not path.is_dir():
+        raise ExampleError(f"--resume: no folder {path}: train with --data-parallel first, or correct --out, --name")
     progress = {"progress": ""}
-    dcp.load(progress, checkpoint_id=folder, process_group=ranks.replicas_group)
+    dcp.load(progress, checkpoint_id=path)
     progress = json.loads(progress["progress"])
     check_identity(path, progress["identity"], identity)
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, process_group=ranks.replicas_group)
-    model.load_state_dict(state["model"])
+    state = _state(model, optimizer, ranks)
+    dcp.load(state, checkpoint_id=path)
+    te.distributed.load_tensor_parallel_state_dict(model, state["model"])
     optimizer.optimizer.load_state_dict(state["optimizer"])
     return progress["step"]

@@ -76,12 +76,14 @@ def test_two_replicas_go_on_from_one_process(runs):
 def test_with_tensor_parallelism(runs):
     folder, _, _ = runs
     tp = ("--tp", "2", "--sequence-parallel")
-    whole = on_ranks(workers.replicated, str(folder), STEPS, {"tp": tp})[0]["tp"][0]
+    whole = on_ranks(workers.replicated, str(folder), BACK, {"tp": tp})[0]["tp"][0]
     options = {"both": (*workers.REPLICATED["sharded"], *tp)}
     ranks = on_ranks(workers.replicated, str(folder), STEPS, options, ranks=4)
     assert all(rank["both"][0] == ranks[0]["both"][0] for rank in ranks)
-    assert_close(ranks[0]["both"][0], whole)
-    assert sorted(p.name for p in (folder / "both" / "checkpoint").iterdir()) == ["part0of2", "part1of2"]
+    assert_close(ranks[0]["both"][0], whole[:STEPS])
+    # Its checkpoint is that of the whole model: two replicas go on from it.
+    (first, _) = on_ranks(workers.replicated, str(folder), BACK, {"both": (*workers.REPLICATED["sharded"], "--resume")})
+    assert_close(first["both"][0], whole[STEPS:])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_with_tensor_parallelism(runs):
         (("--sharded",), "--sharded: wanted --data-parallel beside it"),
         ((workers.DATA, "--compile"), "--data-parallel: not with --compile"),
         ((workers.DATA, "--tp", "2"), "--tp 2: there are 1 processes, wanted a multiple of 2"),
-        ((workers.DATA, "--resume"), r"--resume: no folder .*part0of1: train with --data-parallel --tp 1 first"),
+        ((workers.DATA, "--resume"), r"--resume: no folder .*checkpoint: train with --data-parallel first"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, options, error):

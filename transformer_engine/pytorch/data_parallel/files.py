@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.data_parallel.flat_shard import FlatShard
+from transformer_engine.pytorch.data_parallel.flat_shard import Cut, FlatShard
 from transformer_engine.pytorch.data_parallel.shards import OP, Shard, bucket_groups_of
 
 _STEP = "step"
@@ -18,17 +18,17 @@ def states_by_parameter(optimizer: Any, *, kept: bool = False) -> dict[torch.Ten
     """Of every parameter that a wrapper holds, also of those without a shard here. kept: as they are in memory, without
     a copy; else as they are saved: states of 8 and 16 bits are float32 then."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    steps, held = optimizer._steps, bucket_groups_of(optimizer.ddps)
+    steps, held, cuts = optimizer._steps, bucket_groups_of(optimizer.ddps), optimizer._cuts
     for number, group in enumerate(optimizer._steps.param_groups):
         local = {shard.param: i for i, shard in enumerate(optimizer._shards[number])}
         for p in filter(held.__contains__, group["params"]):
             if p in local:
                 shard = optimizer._shards[number][local[p]]
                 state = (steps.kept_of if kept else steps.state_of)(number, local[p])
-                found[p] = {name: _as_saved(shard, value) for name, value in state.items()}
+                found[p] = {name: _as_saved(shard, value, cuts.get(p)) for name, value in state.items()}
             else:
                 found[p] = {
-                    name: FlatShard(torch.empty(0, dtype=dtype, device=p.device), p.shape, 0, 0)
+                    name: FlatShard(torch.empty(0, dtype=dtype, device=p.device), p.shape, 0, 0, cuts.get(p))
                     if dtype is not None
                     else steps.count_of(p)
                     for name, dtype in steps.names_of(number, p).items()
@@ -36,15 +36,16 @@ def states_by_parameter(optimizer: Any, *, kept: bool = False) -> dict[torch.Ten
     return found
 
 
-def _as_saved(shard: Shard, value: Any) -> Any:
+def _as_saved(shard: Shard, value: Any, cut: Cut | None) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
-    if not shard.group.is_sharded:
+    if not shard.group.is_sharded and cut is None:
         return value.view(shard.param.shape)
-    return FlatShard(value, shard.param.shape, shard.start, shard.end)
+    return FlatShard(value, shard.param.shape, shard.start, shard.end, cut)
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
+    _check_cuts(optimizer)
     number, groups = {}, []
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -55,6 +56,18 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
         groups.append(own | {"params": [number[p] for p in group["params"]]})
     states = {number[p]: state for p, state in states_by_parameter(optimizer).items()}
     return {"state": {i: state for i, state in states.items() if state}, "param_groups": groups}
+
+
+def _check_cuts(optimizer: Any) -> None:
+    """Raises ValueError for a parameter of which each tensor-parallel rank has a part, if it is not known which."""
+    held = bucket_groups_of(optimizer.ddps)
+    for p, cut in optimizer._cuts.items():
+        if cut is None and p in held:
+            raise ValueError(
+                f"{OP}.state_dict: parameter '{held[p].names[p]}' of shape {list(p.shape)} is marked "
+                "tensor_model_parallel without the dimension that is divided, wanted its attribute partition_dim, and "
+                "partition_stride parts that divide that dimension: a file has the states of the whole parameter."
+            )
 
 
 def load(optimizer: Any, given: Mapping[str, Any]) -> None:
@@ -82,7 +95,8 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
                         f"{op}: the state of parameter {key_of[shard.param]!r} has {sorted(state)}, wanted "
                         f"{sorted(own)}."
                     )
-                todo.append((number, i, name, _part_of(op, name, shard, own[name], state[name])))
+                cut = optimizer._cuts.get(shard.param)
+                todo.append((number, i, name, _part_of(op, name, shard, cut, own[name], state[name])))
         todo_counts += [
             (p, given["state"][key][_STEP]) for p, key in key_of.items() if _STEP in given["state"].get(key, ())
         ]
@@ -109,12 +123,12 @@ def _count_of(op: str, group: Any, states: Any) -> int:
     return counts.pop() if counts else 0
 
 
-def _part_of(op: str, name: str, shard: Shard, own: Any, given: Any) -> Any:
+def _part_of(op: str, name: str, shard: Shard, cut: Cut | None, own: Any, given: Any) -> Any:
     """The part of `given` that belongs to the shard, in the shape of the shard's state."""
     if not isinstance(own, torch.Tensor) or not own.dim():
         return given
     if isinstance(given, FlatShard):
-        if (tuple(given.shape), given.start, given.end) != (tuple(shard.param.shape), shard.start, shard.end):
+        if given.place != (tuple(shard.param.shape), shard.start, shard.end, cut):
             raise ValueError(
                 f"{op}: '{name}' is {given!r}, wanted elements {shard.start} to {shard.end} of "
                 f"{list(shard.param.shape)}; torch.distributed.checkpoint loads one cut into another."

@@ -53,17 +53,47 @@ def _in_row(shape: tuple[int, ...], number: int, start: int, end: int, first: in
         yield (number, *offsets), (1, *sizes), at
 
 
+class Cut(NamedTuple):
+    """This rank's part of a parameter that tensor parallelism divides along `dim`, each of its stacked parts by itself.
+    parts: their sizes here, in order."""
+
+    dim: int
+    rank: int
+    ranks: int
+    parts: tuple[int, ...]
+
+    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return *shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :]
+
+    def pieces(self, offsets: tuple[int, ...], values: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Values that begin at `offsets` of the part, as boxes of the whole parameter and where these begin."""
+        dim, begin, at = self.dim, 0, offsets[self.dim]
+        for size in self.parts:
+            first, last = max(at, begin), min(at + values.shape[dim], begin + size)
+            if first < last:
+                offset = begin * self.ranks + self.rank * size + first - begin
+                yield (*offsets[:dim], offset, *offsets[dim + 1 :]), values.narrow(dim, first - at, last - first)
+            begin += size
+
+
 class FlatShard(torch.Tensor):
-    """Elements [start, end) of a flattened tensor of `shape`; local: their values."""
+    """Elements [start, end) of a flattened tensor of `shape`; local: their values. cut: that tensor is this rank's part
+    of the one whose shape the FlatShard has."""
 
     local: torch.Tensor
+    own_shape: tuple[int, ...]
     start: int
     end: int
+    cut: Cut | None
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, shape: Sequence[int], start: int, end: int) -> FlatShard:
-        self = make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
-        self.local, self.start, self.end = local.detach().view(-1), start, end
+    def __new__(
+        cls, local: torch.Tensor, shape: Sequence[int], start: int, end: int, cut: Cut | None = None
+    ) -> FlatShard:
+        full_shape = tuple(shape) if cut is None else cut.full_shape(shape)
+        self = make_wrapper_subclass(cls, full_shape, dtype=local.dtype, device=local.device)
+        self.local, self.own_shape, self.cut = local.detach().reshape(-1), tuple(shape), cut
+        self.start, self.end = start, end
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -73,54 +103,58 @@ class FlatShard(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             (self,) = args
-            return FlatShard(self.local, self.shape, self.start, self.end)
+            return FlatShard(self.local, *self.place)
         raise NotImplementedError(
             f"FlatShard: {func} was called on elements {args[0].start} to {args[0].end} of a tensor, wanted its part "
             "`local`: this holds what one rank has, for torch.distributed.checkpoint."
         )
 
+    @property
+    def place(self) -> tuple[tuple[int, ...], int, int, Cut | None]:
+        return self.own_shape, self.start, self.end, self.cut
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"FlatShard(elements {self.start} to {self.end} of {list(self.shape)}, {self.dtype})"
+        of = "" if self.cut is None else f", part {self.cut.rank} of {self.cut.ranks} of {list(self.shape)}"
+        return f"FlatShard(elements {self.start} to {self.end} of {list(self.own_shape)}{of}, {self.dtype})"
 
     # The protocol of torch.distributed.checkpoint.
 
-    def _view(self, box: Box) -> torch.Tensor:
-        count = math.prod(box.sizes)
-        return self.local[box.first - self.start : box.first - self.start + count].view(box.sizes)
+    def _pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Rectangular parts of the whole tensor: where they begin, and their values, in its memory."""
+        for box in boxes(self.own_shape, self.start, self.end):
+            first = box.first - self.start
+            values = self.local[first : first + math.prod(box.sizes)].view(box.sizes)
+            if self.cut is None:
+                yield box.offsets, values
+            else:
+                yield from self.cut.pieces(box.offsets, values)
 
     # torch.distributed.checkpoint is imported here: with the package it would double the time of its import.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=properties,
-                    size=self.shape,
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for box in boxes(self.shape, self.start, self.end)
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in boxes(self.shape, self.start, self.end)
-        ]
+        return [ChunkStorageMetadata(torch.Size(offsets), values.shape) for offsets, values in self._pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in boxes(self.shape, self.start, self.end):
-            if index.offset is not None and tuple(index.offset) == box.offsets:
-                return self._view(box)
-        begins = [box.offsets for box in boxes(self.shape, self.start, self.end)]
+        pieces = dict(self._pieces())
+        offset = None if index.offset is None else tuple(index.offset)
+        if offset in pieces:
+            return pieces[offset]
         raise ValueError(
-            f"FlatShard: no part of '{index.fqn}' begins at {index.offset} on this rank, wanted one of {begins}."
+            f"FlatShard: no part of '{index.fqn}' begins at {index.offset} on this rank, wanted one of {list(pieces)}."
         )

@@ -12,6 +12,7 @@ import torch
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel import files
+from transformer_engine.pytorch.data_parallel.flat_shard import Cut
 from transformer_engine.pytorch.data_parallel.nan_check import NanReport
 from transformer_engine.pytorch.data_parallel.norm import GradNorm, clip_factor
 from transformer_engine.pytorch.data_parallel.report import HeldMemory, memory_of_states
@@ -19,6 +20,7 @@ from transformer_engine.pytorch.data_parallel.shards import OP, groups_in_gather
 from transformer_engine.pytorch.data_parallel.steps import steps_of
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
 from transformer_engine.pytorch.distributed.groups import ranks_of
+from transformer_engine.pytorch.distributed.sharded_state import divisions_of
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -63,6 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every = [shard for own in self._shards for shard in own]
         self._norm = GradNorm(every, self.ddps[0], tp_group, grad_stats_group)
         self._tp_group = tp_group
+        self._cuts = _cuts_of(self.ddps, tp_group)
         marked = [s for s in every if getattr(s.param, "sequence_parallel", False) is True]
         self._summed = marked if tp_group is not None and ranks_of(OP, "tp_group", tp_group) > 1 else []
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -206,7 +209,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the wrapped optimizer's own, by parameter. The states of shards are tensors of their parameters' shapes,
-        which torch.distributed.checkpoint saves and loads in parts; others keep their values in this process alone."""
+        which torch.distributed.checkpoint saves and loads in parts; others keep their values in this process alone.
+        With tp_group so are the states of parameters marked tensor_model_parallel, in the shape of all its ranks."""
         return files.state_dict(self)
 
     @torch.no_grad()
@@ -222,6 +226,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{OP}: add_param_group() was called, wanted all groups in the optimizer that it is made of."
             )
         super().add_param_group(param_group)
+
+
+def _cuts_of(ddps: Sequence[DistributedDataParallel], tp_group: Any) -> dict[torch.Tensor, Cut | None]:
+    """How tensor parallelism divides parameters, for files; None where marks do not define it."""
+    ranks = 1 if tp_group is None else ranks_of(OP, "tp_group", tp_group)
+    if ranks == 1:
+        return {}
+    rank = torch.distributed.get_rank(tp_group)
+    divided = [divisions_of(ddp.module) for ddp in ddps]
+    return {
+        p: None if part is None else Cut(part[0], rank, ranks, part[1])
+        for of_one in divided
+        for p, part in of_one.items()
+    }
 
 
 def _checked_wrappers(ddps: Any) -> list[DistributedDataParallel]:

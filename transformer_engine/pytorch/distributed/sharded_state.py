@@ -159,6 +159,26 @@ def _held(op: str, module: torch.nn.Module, ranks: int | None) -> Iterator[_Held
             yield _Held(name, parameter, dim, 0 if dim is None else dim, parts)
 
 
+def divisions_of(module: torch.nn.Module) -> dict[torch.Tensor, tuple[int, tuple[int, ...]] | None]:
+    """Of each parameter that is marked tensor_model_parallel: the dimension along which it is divided, and the sizes of
+    its parts there, each of which is divided by itself; None if its marks do not define that."""
+    stacked, found = _stacked(module), {}
+    for owner in module.modules():
+        for leaf, parameter in owner._parameters.items():
+            marks = {} if parameter is None else marks_of(owner, leaf)
+            if not marks.get("tensor_model_parallel"):
+                continue
+            dim, count, parts = marks.get("partition_dim", -1), marks.get("partition_stride", 1), None
+            if 0 <= dim < parameter.dim():
+                size, own = parameter.shape[dim], stacked.get((id(owner), leaf))
+                if own:
+                    parts = dim, tuple(own.values())
+                elif size % count == 0:
+                    parts = dim, (size // count,) * count
+            found[parameter] = parts
+    return found
+
+
 def _check_ranks(
     op: str,
     name: str,
