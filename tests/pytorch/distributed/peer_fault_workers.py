@@ -241,7 +241,7 @@ WORKERS = {
 def starts(name, folder, ranks, timeout):
     if on_cuda():
         must_have_devices(ranks, peers_share_a_device(ranks))
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn" if on_cuda() else "forkserver")  # which has imported what they need: ranks.py
     each = [context.Process(target=one, args=(rank, ranks, str(folder), name, timeout)) for rank in range(ranks)]
     for process in each:
         process.start()
