@@ -89,6 +89,21 @@ def test_views_and_gradients_of_any_strides(device, kernel, dtype):
 
 
 @both
+def test_queries_in_another_order(device, kernel, dtype):
+    """Torch's own forward gives such a q a result in that order, and keeps cuDNN's plan of it."""
+    q, k, v = batch_inputs(device, dtype, heads=(4, 4))
+    wanted = gradients(lambda *t: attention(*t, kernel=kernel)[0], (q, k, v))
+    for order in ((1, 0, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)):
+        turned = q.permute(order).contiguous().permute(order)
+        torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (turned, k, v)), is_causal=True)
+        leaves = [t.detach().requires_grad_() for t in (turned, k, v)]
+        out = attention(*leaves, kernel=kernel)[0]
+        generator = torch.Generator().manual_seed(3)  # that of gradients()
+        dout = torch.randn(out.shape, generator=generator).bfloat16().to(out)
+        check_close([out.detach(), *torch.autograd.grad(out, leaves, dout)], wanted, dtype, kernel)
+
+
+@both
 def test_a_part_of_the_gradients(device, kernel, dtype):
     tensors, sink = batch_inputs(device, dtype, seqs=(9, 9)), SINK.clone().to(device)
     leaves = [t.requires_grad_() for t in (*tensors, sink)]

@@ -103,11 +103,29 @@ void check_cudnn_attention(const AttentionCall& call) {
                     "; use kernel='chunked'.");
 }
 
+namespace {
+
+// q by head, in memory in the order of its dimensions. Torch keeps cuDNN's plans by the strides of q, k and v alone and
+// gives the result the order of q, so a plan that another call made fits out and dout, which are contiguous.
+Tensor ordered_query(const AttentionCall& call) {
+  const Tensor& q = call.q;
+  bool ordered = true;
+  int64_t least = 1;
+  for (int64_t dim = q.dim() - 1; dim >= 0; --dim) {
+    if (q.size(dim) == 1) continue;
+    ordered = ordered && q.stride(dim) >= least;
+    least = q.stride(dim) * q.size(dim);
+  }
+  return by_head(call, aligned_for_kernel(ordered ? q : q.contiguous()));
+}
+
+}  // namespace
+
 AttentionResult cudnn_attention(const AttentionCall& call) {
   if (empty(call)) return nothing(call);
   const auto input = [&](const Tensor& t) { return by_head(call, aligned_for_kernel(t)); };
-  const auto result = at::_scaled_dot_product_cudnn_attention(input(call.q), input(call.k), input(call.v), std::nullopt,
-                                                              true, 0.0, causal(call), false, call.scale);
+  const auto result = at::_scaled_dot_product_cudnn_attention(ordered_query(call), input(call.k), input(call.v),
+                                                              std::nullopt, true, 0.0, causal(call), false, call.scale);
   const Tensor out = by_token(call, std::get<0>(result));
   return {out, lse_of_kernel(call, std::get<1>(result).reshape(kernel_lse_shape(call)), out), {}};
 }
@@ -115,8 +133,9 @@ AttentionResult cudnn_attention(const AttentionCall& call) {
 AttentionGradients cudnn_attention_backward(const AttentionCall& call, const AttentionResult& result,
                                             const Tensor& dout, const Tensor& dlse, AttentionWanted wanted) {
   return backward(call, result, dout, dlse, wanted, "cudnn",
-                  [&](const Tensor& d, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                  [&](const Tensor& d, const Tensor&, const Tensor& k, const Tensor& v, const Tensor& out,
                       const Tensor& lse) -> Gradients {
+                    const Tensor q = ordered_query(call);
                     const Tensor seed = at::empty({}, q.options().dtype(at::kLong));  // read with dropout alone
                     auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
                         d, q, k, v, out, lse.unsqueeze(-1), seed, seed, Tensor(), Tensor(), Tensor(), q.size(2),
