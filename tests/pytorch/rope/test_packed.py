@@ -31,8 +31,31 @@ def test_packed_equals_each_sequence(device, lengths, interleaved, fused):
         alone = apply_rotary_pos_emb(t[None, first : first + length], freqs, "bshd", **options)
         assert_same_bits(out[first : first + length], alone[0])
         first += length
-    out.sum().backward()
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        alone = t.detach()[None, rows].requires_grad_()
+        apply_rotary_pos_emb(alone, freqs, "bshd", **options).backward(dout[None, rows])
+        assert_same_bits(t.grad[rows], alone.grad[0])
+        first += length
     assert t.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_compiled_lengths_are_data(device, cp_size):
+    """Positions are found on the device from the values of cu_seqlens: one graph serves all."""
+    freqs, t = FREQS.to(device), torch.randn(8 // cp_size, 2, 8, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(t, starts):
+        return apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts, cp_size=cp_size, cp_rank=cp_size - 1)
+
+    for lengths in ((8, 0, 0), (4, 4, 0), (0, 4, 4)):
+        starts = cumulative(*lengths).to(device)
+        wanted = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts, cp_size=cp_size, cp_rank=cp_size - 1)
+        assert_same_bits(compiled(t, starts), wanted)
 
 
 def test_start_positions_are_added(device):
