@@ -25,12 +25,18 @@ def _probabilities(q, k, lse, causal, scale):
     return (s - lse.unsqueeze(-1)).exp(), lse
 
 
+def _like_query(q, width):
+    """An empty result in the order of q in memory."""
+    order = sorted(range(4), key=lambda dim: -q.stride(dim))
+    shape = (*q.shape[:-1], width)
+    return q.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+
+
 def _forward(q, k, v, causal, scale):
     _check(q, k, v)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     p, lse = _probabilities(q, k, None, causal, scale)
-    out = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]).transpose(1, 2)).transpose(1, 2)
-    return out.copy_((p.to(v.dtype).float() @ v.float()).to(q.dtype)), lse
+    return _like_query(q, v.shape[-1]).copy_((p.to(v.dtype).float() @ v.float()).to(q.dtype)), lse
 
 
 def _backward(dout, q, k, v, out, lse, causal, scale):
@@ -48,14 +54,18 @@ def _backward(dout, q, k, v, out, lse, causal, scale):
 def _cudnn(q, k, v, bias, keeps_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
     assert bias is None and keeps_lse and dropout == 0.0 and q.dtype in (torch.float16, torch.bfloat16)
     out, lse = _forward(q, k, v, causal, scale)
-    none = torch.empty(0)
-    return out, lse.unsqueeze(-1), none, none, q.shape[2], k.shape[2], none, none, none
+    none, seed = torch.empty(0), torch.empty((), dtype=torch.int64)
+    return out, lse.unsqueeze(-1), none, none, q.shape[2], k.shape[2], seed, seed, none
 
 
 def _cudnn_backward(
     dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale=None
 ):
-    assert dropout == 0.0 and lse.shape == (*q.shape[:-1], 1) and lse.is_contiguous() and out.stride() == dout.stride()
+    assert dropout == 0.0 and lse.shape == (*q.shape[:-1], 1) and lse.is_contiguous()
+    # The plan that a forward in the order of q has left in torch's cache.
+    planned = _like_query(q, v.shape[-1]).stride()
+    for t in (out, dout):
+        assert all(n == 1 or got == wanted for n, got, wanted in zip(t.shape, t.stride(), planned, strict=True))
     return _backward(dout, q, k, v, out, lse.squeeze(-1), causal, scale)
 
 

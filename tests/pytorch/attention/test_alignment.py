@@ -1,11 +1,13 @@
 # Torch's kernels on a GPU read 16 bytes at once and do not check that they may: views at any offset and of any strides
 # have the values of their copies, forward and backward, by every backend; empty batches.
+from typing import ClassVar
+
 import pytest
 import torch
 from support import assert_same_bits
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.memory_order import aligned, gradient_like, zeroed
+from transformer_engine.pytorch.attention.memory_order import aligned, by_token, zeroed
 
 from .packed_cases import check_close, gradients
 
@@ -47,7 +49,6 @@ def test_aligned_views_are_not_copied(device, dtype):
 def test_tensors_of_torch_func_have_no_address(device):
     x = torch.randn(3, 5, 4, 16, device=device)
     assert_same_bits(torch.func.vmap(aligned)(x), x)
-    assert_same_bits(torch.func.vmap(lambda grad: gradient_like((64, 1, 4), grad))(x), x)
     assert_same_bits(torch.func.grad(lambda t: aligned(t).sum())(x), torch.ones_like(x))
 
 
@@ -69,17 +70,83 @@ def test_zeros_keep_the_order_in_memory(device, dtype, width):
         assert_same_bits(again.detach(), grad)
 
 
-def test_a_gradient_gets_the_strides_of_the_result(device):
-    grad = torch.randn(2, 4, 9, 8, device=device)
-    strides = (9 * 32, 8, 32, 1)
+class Kernel(torch.autograd.Function):
+    """A result [b, h, s, d] in the order b, s, h, d, and a backward that keeps the gradient as it reads it."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        Kernel.seen.append(grad)
+        return grad
+
+
+def read(grad, *, order=(0, 2, 1, 3), gradient="strides"):
+    """The gradient that the kernel's backward reads where grad [b, h, s, d] comes to its result."""
+    out = Kernel.apply(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device, requires_grad=True))
+    turned = by_token(out, order, gradient=gradient)
+    assert_same_bits(turned.detach(), out.detach().permute(order))
+    turned.backward(grad.permute(order))
+    (seen,) = Kernel.seen
+    Kernel.seen.clear()
+    assert_same_bits(seen, grad)
+    return seen, out.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_as_a_kernel_reads_it(device, dtype):
+    grad = torch.randn(2, 4, 9, 8, device=device).to(dtype)
     as_it_is = grad.transpose(1, 2).contiguous().transpose(1, 2)
-    assert gradient_like(strides, as_it_is) is as_it_is
-    one = as_it_is[:1]  # the stride of a dimension of size 1 places nothing
-    assert gradient_like((0, *strides[1:]), one) is one
-    for other in (grad, odd(as_it_is.transpose(1, 2)).transpose(1, 2), grad[..., :1, :].expand_as(grad)):
-        copy = gradient_like(strides, other)
-        assert copy.stride() == strides and copy.data_ptr() % 16 == 0
-        assert_same_bits(copy, other)
+    moved = odd(as_it_is.transpose(1, 2)).transpose(1, 2)
+    for same in (as_it_is, as_it_is[:1]):  # the stride of a dimension of size 1 places nothing
+        assert all(read(same, gradient=of)[0].data_ptr() == same.data_ptr() for of in ("strides", "address", ""))
+    for other in (grad, moved, within(as_it_is), shared(grad), grad.new_zeros(1).expand(2, 4, 9, 8)):
+        seen, strides = read(other)
+        assert seen.stride() == strides and seen.data_ptr() % 16 == 0
+    assert read(grad, gradient="address")[0].data_ptr() == grad.data_ptr()
+    assert read(moved, gradient="address")[0].data_ptr() % 16 == 0
+    assert read(moved, gradient="")[0].data_ptr() == moved.data_ptr()
+
+
+def test_by_token_without_a_gradient(device):
+    x = torch.randn(2, 4, 9, 8, device=device)
+    for leaf, mode in ((x, torch.enable_grad()), (x.clone().requires_grad_(), torch.no_grad())):
+        with mode:
+            turned = by_token(leaf, (2, 0, 1, 3), gradient="strides")
+        assert turned.data_ptr() == leaf.data_ptr()
+        assert_same_bits(turned.detach(), x.permute(2, 0, 1, 3))
+    assert not by_token(x, (2, 0, 1, 3), gradient="strides").requires_grad
+
+
+def test_changes_of_the_result_are_seen(device):
+    """It is a view of what the kernel saved."""
+    x = torch.randn(2, 4, 9, 8, device=device, requires_grad=True)
+    out = x.exp()
+    by_token(out, (2, 0, 1, 3), gradient="strides").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_by_token_under_torch_func(device):
+    x = torch.randn(3, 2, 4, 9, 8, device=device)
+    call = lambda t: by_token(Kernel.apply(t), (0, 2, 1, 3), gradient="strides").sin()  # noqa: E731
+    cosine = x.cos()
+    assert_same_bits(torch.func.grad(lambda t: call(t).sum())(x[0]), cosine[0])
+    assert_same_bits(torch.func.vmap(lambda t: by_token(t, (0, 2, 1, 3), gradient="strides"))(x), x.transpose(2, 3))
+    Kernel.seen.clear()
+
+
+def test_opcheck(device):
+    x = torch.randn(2, 4, 9, 8, device=device, requires_grad=True)
+    torch.library.opcheck(torch.ops.te.attention_result.default, (x, [2, 0, 1, 3], True))
 
 
 CALLS = {

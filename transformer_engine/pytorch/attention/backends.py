@@ -58,7 +58,8 @@ class AttentionPath(NamedTuple):
     repeat_groups: keys and values are repeated, one for each query head, because the backend supports no groups.
     kernel: of functional.attention, which computes and takes the pattern as it is; '': scaled_dot_product_attention.
     padding_outside: the causal mask hides the padding from tokens; padded inputs and results are zeroed, without a mask
-    tensor."""
+    tensor. gradient: how the backward of the backends reads the incoming gradient: '' any, 'address' at addresses of
+    whole 16 bytes, 'strides' with the strides of the result too."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -70,6 +71,7 @@ class AttentionPath(NamedTuple):
     reason: str
     kernel: str = ""
     padding_outside: bool = False
+    gradient: str = ""
 
 
 # The widest head of flash in functional.attention, which pads heads.
@@ -172,7 +174,19 @@ def attention_path(
         # Only the plain backend and memory-efficient attention support float32, and the latter has no groups.
         repeats = repeats or dtype == torch.float32
         backends, reason = _left(backends, away, reason, device.type == "cuda")
-    return AttentionPath(backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason, "", outside)
+    gradient = _gradient_read(device, dtype, backends)
+    return AttentionPath(
+        backends, dtype, pattern, is_causal, mask_tensor, flash_window, repeats, reason, "", outside, gradient
+    )
+
+
+def _gradient_read(device: torch.device, dtype: torch.dtype, backends: tuple[SDPBackend, ...] | None) -> str:
+    """AttentionPath.gradient. Flash and memory-efficient attention make a gradient of other strides contiguous, and
+    read a contiguous one 16 bytes at once without checking its address; cuDNN, of 16-bit types, checks neither."""
+    if device.type != "cuda" or backends == (SDPBackend.MATH,):
+        return ""
+    by_cudnn = SDPBackend.CUDNN_ATTENTION in backends and dtype in (torch.float16, torch.bfloat16)
+    return "strides" if by_cudnn else "address"
 
 
 # Why flash is a kernel of functional.attention where scaled_dot_product_attention has one.

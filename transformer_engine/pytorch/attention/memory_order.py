@@ -3,6 +3,7 @@ zeros in padding in one pass that keeps the order."""
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal import torch_private
 
 _BYTES = 16
@@ -29,14 +30,13 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def gradient_like(strides: tuple[int, ...], grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of a kernel's result that has these strides: cuDNN's backward reads both by the same ones."""
-    if _is_wrapped():
-        return grad
-    pairs = zip(grad.shape, grad.stride(), strides, strict=True)
-    if all(size == 1 or stride == wanted for size, stride, wanted in pairs) and starts_aligned(grad):
-        return grad
-    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+def by_token(out: torch.Tensor, order: tuple[int, ...], *, gradient: str) -> torch.Tensor:
+    """A result [b, h, s, d] of torch's kernels in another order of dimensions, with a gradient that the kernel's
+    backward reads. gradient: of AttentionPath."""
+    if not gradient or not out.requires_grad:
+        return out.permute(order)
+    run = torch.ops.te.attention_result if torch.compiler.is_compiling() else _C.attention_result
+    return run(out, order, gradient == "strides")
 
 
 def zeroed(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ from transformer_engine.pytorch.attention.masks import (
     present_tokens,
     with_padding,
 )
-from transformer_engine.pytorch.attention.memory_order import aligned, gradient_like, starts_aligned, zeroed
+from transformer_engine.pytorch.attention.memory_order import aligned, by_token, starts_aligned, zeroed
 from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
@@ -500,9 +500,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 out = attend(q, k, v, attn_mask, **options, enable_gqa=grouped)
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
-        if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
-            out.register_hook(partial(gradient_like, out.stride()))
-        out = out.permute(from_bhsd)
+        out = by_token(out, from_bhsd, gradient=path.gradient)
         if unseen is not None:
             out = zeroed(out, unseen[(None,) * (4 - unseen.dim())].permute(from_bhsd))
         return out.flatten(2)

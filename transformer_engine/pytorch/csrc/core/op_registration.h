@@ -33,6 +33,11 @@ class OpRegistration {
     Op& composite(F* f) {
       return on(c10::DispatchKey::CompositeExplicitAutograd, f);
     }
+    // By other ops alone, which tracers and autograd see in its place.
+    template <class F>
+    Op& composite_implicit(F* f) {
+      return on(c10::DispatchKey::CompositeImplicitAutograd, f);
+    }
     template <class F>
     Op& autograd(F* f) {
       return on(c10::DispatchKey::Autograd, f);

@@ -1,11 +1,14 @@
 // The binding of attention: one autograd node over a kernel that returns out and lse (attention_kernels.h), with
-// checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head.
+// checks, schemas and the Python function. The node saves q, k, v, out and one value a row and head. Beside it, what a
+// result of torch's own attention needs.
 #include "ops/attention_call.h"
 
 #include <transformer_engine/transformer_engine.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <numeric>
 
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
@@ -332,6 +335,38 @@ Three attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
 }
 
+// ---- the result of torch's kernels ----
+
+constexpr uintptr_t kAlignment = 16;  // bytes
+
+// The gradient as the kernel's backward reads it, itself or a copy. Tracers and torch.func have no addresses.
+Tensor readable_gradient(const Tensor& grad, c10::SymIntArrayRef strides, bool same_strides) {
+  bool readable = must_dispatch({&grad}) || reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kAlignment == 0;
+  for (int64_t dim = 0; same_strides && dim < grad.dim(); ++dim) {
+    readable = readable && (grad.sym_size(dim) == 1 || grad.sym_stride(dim) == strides[dim]);
+  }
+  if (readable) return grad;
+  std::vector<int64_t> order(strides.size()), back(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  for (size_t i = 0; i < order.size(); ++i) back[order[i]] = static_cast<int64_t>(i);
+  return grad.permute(order).clone(at::MemoryFormat::Contiguous).permute(back);
+}
+
+// A result [b, h, s, d] of torch's kernels in another order of dimensions; a hook in C++, which tracers follow, makes
+// its gradient one that they read: at addresses of whole 16 bytes, which none of them checks, and, with same_strides,
+// with the strides of the result: torch keeps cuDNN's plans by the strides of q, k and v alone, so a backward by a plan
+// of other strides returns wrong gradients.
+Tensor attention_result(const Tensor& out, at::IntArrayRef order, bool same_strides) {
+  if (needs_graph({&out})) {
+    const auto of = out.sym_strides();
+    out.register_hook([strides = std::vector<c10::SymInt>(of.begin(), of.end()), same_strides](const Tensor& grad) {
+      return grad.defined() ? readable_gradient(grad, strides, same_strides) : grad;
+    });
+  }
+  return out.permute(order);
+}
+
 }  // namespace
 
 #define TE_INPUTS "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? sink, "
@@ -349,6 +384,11 @@ TE_OP_REGISTRATION(attention, ops) {
       .composite(attention_dispatched)
       .autograd(attention_autograd)
       .python(attention);
+  ops.op("attention_result(Tensor(a) out, int[] order, bool same_strides) -> Tensor(a)")
+      .composite_implicit(attention_result)
+      .python([](const Tensor& out, const std::vector<int64_t>& order, bool same_strides) {
+        return attention_result(out, order, same_strides);
+      });
 }
 
 #undef TE_INPUTS
