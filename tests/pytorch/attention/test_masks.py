@@ -96,6 +96,17 @@ def test_windows_between_the_lengths_of_queries_and_keys(device, mask, seqs, win
         check(te.DotProductAttention(HEADS, HEAD), qkv(device, seqs=seqs), arguments, visible)
 
 
+@pytest.mark.parametrize("window", [None, (2, 1)], ids=str)
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_sequences_of_two_lengths_in_one_room(device, mask, window):
+    """As many rows of queries as of keys, and other lengths: the diagonal ends where the lengths do."""
+    lengths = ([7, 3, 2], [5, 6, 1])
+    arguments = {"attn_mask_type": mask, "window_size": window}
+    arguments |= padding_arguments("lengths", lengths, (7, 7), device)
+    visible = by_hand(mask, (7, 7), window=window, lengths=lengths)
+    check_zeros(check(te.DotProductAttention(HEADS, HEAD), qkv(device), arguments, visible), visible, "sbhd")
+
+
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
 def test_padding_in_three_ways_has_the_same_bits(device, mask):
     tensors = qkv(device)
