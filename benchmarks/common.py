@@ -69,6 +69,8 @@ class Case:
 class Bench:
     """One benchmark run on one device."""
 
+    chunk = None  # of again.py: whether a case, by its name, is measured in this process
+
     def __init__(self, description, device=None, options=None):
         """options(parser): adds this benchmark's own arguments; they are in `options`."""
         parser = argparse.ArgumentParser(description=description.split("\n")[0])
@@ -96,7 +98,7 @@ class Bench:
 
     def selects(self, case):
         name = " ".join(case.columns().values())
-        return any(part in name for part in self._only)
+        return any(part in name for part in self._only) and (Bench.chunk is None or Bench.chunk(name))
 
     def randn(self, *shape, dtype, grad=False):
         """N(0, 1) on the device: zeros would flatter a GEMM by 13%."""

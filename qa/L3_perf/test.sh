@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Every benchmark on this machine's device, appended to benchmarks/results/, then each case beside its target.
+# In chunks of some minutes: benchmarks/again.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . .venv/te-env.sh

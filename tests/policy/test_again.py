@@ -1,0 +1,63 @@
+# benchmarks/again.py: chunks that go on where the last one stopped, on a bench that measures nothing.
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+FAKE = """
+from common import Bench, Case
+
+def main():
+    bench = Bench("fake")
+    for n in (1, 2, 3):
+        case = Case("1", "fake", "fp32", (n,), "keeps")
+        if bench.selects(case) and bench.selects(case):
+            if n == 2:
+                raise ValueError("case 2")
+            bench.record(case, {"ours": float(n)}, "MiB")
+    bench.finish()
+"""
+
+
+@pytest.fixture
+def again(tmp_path):
+    (tmp_path / "bench_fake.py").write_text(FAKE)
+
+    def run(*options, commit="abc1234"):
+        command = [sys.executable, BENCHMARKS / "again.py", "--results", tmp_path / "rows", "bench_fake.py", *options]
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+        paths = {"PYTHONPATH": str(tmp_path), "TE_COMMIT": commit}
+        return subprocess.run(
+            [*map(str, command), "--device", "cpu"], env=inherited | paths, capture_output=True, text=True
+        )
+
+    def measured():
+        path = tmp_path / "rows/cpu.csv"
+        return [row["shape"] for row in csv.DictReader(path.open())] if path.exists() else []
+
+    run.measured = measured
+    run.kept = lambda: json.loads((tmp_path / "rows/again.json").read_text())
+    return run
+
+
+def test_chunks_go_on_and_name_what_raised(again):
+    none = again("--seconds", "0")
+    assert none.returncode == 3 and "3 cases are left" in none.stdout, none.stderr
+    assert again.measured() == []
+    whole = again()
+    assert whole.returncode == 1 and "failed: bench_fake.py 1 fake fp32 2 keeps" in whole.stdout, whole.stderr
+    assert "case 2" in whole.stderr and again.measured() == ["1", "3"]
+    assert again().returncode == 1 and again.measured() == ["1", "3"], "nothing is measured twice"
+
+
+def test_another_commit_starts_afresh(again):
+    again("--only", "fake fp32 1")
+    done = again.kept()
+    assert done == {"commit": "abc1234", "done": ["bench_fake.py 1 fake fp32 1 keeps"], "failed": []}
+    assert again("--only", "fake fp32 1", commit="def5678").returncode == 0
+    assert again.measured() == ["1", "1"] and again.kept()["commit"] == "def5678"
