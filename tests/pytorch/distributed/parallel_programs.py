@@ -1,6 +1,6 @@
-# Drawn programs of a divided module, compared with the same module whole: options, recipe, what runs around, which
-# gradients are wanted, layouts, microbatches and the order of their backwards, copies, a failure in the middle. No test
-# is here: compare() returns the differences, as words.
+# Drawn programs of a divided module, compared with the same module whole: options, recipe, over the group or in chunks
+# over peers, what runs around, which gradients are wanted, layouts, microbatches and the order of their backwards,
+# copies, a failure in the middle. No test is here: compare() returns the differences, as words.
 import contextlib
 import copy
 import dataclasses
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import here
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import _C
 
 from .parallel_cases import parameter_part
 from .parallel_modules import RECIPES
@@ -41,6 +42,7 @@ class Program:
     fails: str
     tokens: int  # of a rank, of dimension 0
     traced: bool
+    chunked: bool  # over peers, in runs
 
     @property
     def inputs(self):
@@ -128,6 +130,7 @@ def draw(seed):
         fails=r.choice(("no", "no", "forward", "backward", "between")) if recipe != "delayed" else "no",
         tokens=tokens,
         traced=traced,
+        chunked=random.Random(-1 - seed).random() < 0.5,
     )
 
 
@@ -138,6 +141,8 @@ def made(program, group, recompute=True):
     column, row, both = {}, {}, {}
     if group is not None:
         shared |= {"tp_group": group, "sequence_parallel": program.sequence}
+        if program.chunked and here().type == "cpu":
+            shared["tp_overlap"] = "chunked"
         keep = {} if recompute else {"tp_recompute_allgather": False}
         column, row, both = (
             {"parallel_mode": "column", **keep},
@@ -369,7 +374,12 @@ def differs(name, got, want, tolerance):
 
 def run(seed, rank, ranks):
     torch._dynamo.reset()
-    return compare(draw(seed), rank, ranks)
+    program = draw(seed)
+    before = _C.set_cpu_products("loop" if program.chunked else "libtorch")
+    try:
+        return compare(program, rank, ranks)
+    finally:
+        _C.set_cpu_products(before)
 
 
 def everything(rank, seeds):
