@@ -339,7 +339,7 @@ def test_a_gather_that_is_in_flight_when_all_is_deleted(monkeypatch, is_blocked)
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_hook_of_the_weight_that_calls_backward_dw(monkeypatch, overlap):
-    """It runs while autograd's accumulator has the lock of the weight's .grad, which a plain use brings."""
+    """It runs in autograd's accumulator, with a gradient of a plain use in .grad, which the gate takes."""
 
     def run(in_hook):
         torch.manual_seed(4)

@@ -145,9 +145,7 @@ bool is_last_edge(torch::autograd::Node& accumulator) {
 Tensor take_grad(const Tensor& leaf) {
   const NodePtr node = impl::try_get_grad_accumulator(leaf);
   std::unique_lock<std::mutex> lock;
-  // The node that runs on this thread has the lock while it calls hooks.
-  if (node != nullptr && torch::autograd::get_current_node() != node)
-    lock = std::unique_lock<std::mutex>(Locked::of(*node));
+  if (node != nullptr) lock = std::unique_lock<std::mutex>(Locked::of(*node));
   return std::exchange(leaf.mutable_grad(), Tensor());
 }
 
