@@ -38,7 +38,8 @@ VIEWS = [odd, within, across, shared]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_aligned_views_are_not_copied(device, dtype):
     t = torch.randn(5, 2, 4, 16, device=device).to(dtype)
-    for as_it_is in (t, t.transpose(0, 1), t[..., 8:], t[1:], shared(t), t[:0]):
+    one = t.as_strided((1, 2, 4, 16), (3, 64, 16, 1))  # the stride of a dimension of size 1 places nothing
+    for as_it_is in (t, t.transpose(0, 1), t[..., 8:], t[1:], shared(t), t[:0], one):
         assert aligned(as_it_is) is as_it_is
     for view in (odd(t), within(t), across(t), t[..., 1:9]):
         copy = aligned(view)
