@@ -137,6 +137,33 @@ def stash_gates(rank):
     return got
 
 
+def watch_gates(rank):
+    """Rank 1 cuts rows in the first step and in no other. For each step: this rank's gate, that of both ranks, whether
+    the weights moved, and whether the rank's own verdict is good."""
+    torch.manual_seed(0)
+    found = te.verdict.watch(here())
+    layer = te.MoEMLP(64, 64, 4, 1, params_dtype=torch.bfloat16, device=here())
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    x = torch.ones(300, 64, dtype=torch.bfloat16, device=here())
+    with torch.no_grad():
+        layer.router.weight.zero_()[0] = 1  # one expert has all tokens
+    got, gates = [], []
+    for factor in (0.5 if rank == 1 else None, None):
+        layer.capacity_factor = factor
+        found.reset()
+        layer.zero_grad()
+        layer(x)[0].float().sum().backward()
+        gate = optimizer.found_inf = found.gate(dist.group.WORLD)
+        before = layer.experts.fc2.weight0.detach().clone()
+        optimizer.step()
+        moved = not torch.equal(before, layer.experts.fc2.weight0)
+        got.append((float(found.gate()), float(gate), moved, found.verdict(wait=True).ok))
+        gates.append(gate)
+    found.reset()
+    assert gates[0] is gates[1], "each call writes the same tensor"
+    return got
+
+
 def mixtures_with_a_stash(rank):
     """Each rank has layers of its own; rank 1 has more live rows than its pool has pages. Before and after grow():
     the gate, whether the weights moved, whether the gradients are those without a stash, and the rank's verdict."""

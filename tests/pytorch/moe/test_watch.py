@@ -4,7 +4,9 @@ import math
 from contextlib import closing
 
 import pytest
+import rank_workers
 import torch
+from ranks import on_ranks
 from support import randn
 
 import transformer_engine.pytorch as te
@@ -152,6 +154,14 @@ def test_it_is_up_in_a_stash_too(watched, device):
             assert float(gates[-1]) == (factor is not None)
             assert stash.verdict(wait=True).ok
         assert gates[0] is gates[1] is gates[2]
+
+
+@pytest.mark.dist
+def test_the_gate_of_two_ranks(device):
+    """Rows that one rank cut keep both from the step; the ranks' own verdicts stay their own."""
+    rank0, rank1 = on_ranks(rank_workers.watch_gates, device=device)
+    assert rank0 == [(0.0, 1.0, False, True), (0.0, 0.0, True, True)]
+    assert rank1 == [(1.0, 1.0, False, False), (0.0, 0.0, True, True)]
 
 
 def test_counts_in_given_memory(device):
