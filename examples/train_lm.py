@@ -23,7 +23,8 @@ torch.distributed.checkpoint writes: a run can --resume with another number of r
 
 With --moe E,k each MLP is a te.MoEMLP of E experts, k of which a token has. An expert has 1/k of the MLP's hidden
 units, so a token has the work of the dense model, its twin; with --fp8 too the twin is the same mixture without it.
-With --graph each mixture replays CUDA graphs of its forward and backward; no bit changes.
+With --graph each mixture replays CUDA graphs of its forward and backward, with --stash what the experts keep for the
+backward leaves for pages of pinned host memory (te.stash.PagedStash); no bit changes.
 
 Writes runs/<name>/{metrics.csv,checkpoint.safetensors}, and loss, memory and the experts' load as .svg and .png.
 """
@@ -103,6 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--moe", type=experts_and_topk, metavar="E,K", default=(0, 0), help="E experts in a layer, K of them a token"
     )
     parser.add_argument("--graph", action="store_true", help="with --moe: each mixture is a CUDA graph")
+    parser.add_argument("--stash", action="store_true", help="with --moe: a paged stash holds what the experts keep")
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="fused", help="FusedAdam, or torch's AdamW, which a plain twin has"
     )
@@ -187,8 +189,9 @@ def check_data_parallel(args: argparse.Namespace) -> None:
 def check_experts(args: argparse.Namespace, preset: Config) -> None:
     experts, topk = args.moe
     if not experts:
-        if args.graph:
-            raise ExampleError("--graph: captures mixtures, and there are none: add --moe E,K")
+        for option in ("graph", "stash"):
+            if getattr(args, option):
+                raise ExampleError(f"--{option}: is for mixtures, and there are none: add --moe E,K")
         return
     if preset.ffn_hidden % topk:
         raise ExampleError(f"--moe {experts},{topk}: wanted a divisor of the preset's {preset.ffn_hidden} SwiGLU units")
@@ -223,6 +226,7 @@ def configure(args: argparse.Namespace) -> Config:
         experts=args.moe[0],
         topk=args.moe[1],
         graphed=args.graph,
+        stashed=args.stash,
         accumulate=args.accumulate,
         tied=args.tie_embeddings,
         offload_layers=args.offload_layers,

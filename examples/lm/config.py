@@ -36,6 +36,7 @@ class Config:
     experts: int = 0  # in the place of each MLP; 0: none
     topk: int = 0  # how many of them a token has
     graphed: bool = False  # mixtures replay CUDA graphs: changes no bit
+    stashed: bool = False  # what the experts keep leaves for host pages: changes no bit
     accumulate: int = 1  # microbatches of a step, whose gradients are added up
     tied: bool = False  # head and embedding share one weight
     offload_layers: int = 0  # layers whose saved tensors leave for the CPU: changes no bit
@@ -83,7 +84,7 @@ class Config:
     def identity(self) -> dict:
         """The fields a resumed run must share with the checkpoint it continues."""
         free = {"steps", "save_every", "offload_layers", "tp", "sequence_parallel", "recompute_allgather"}
-        free |= {"data_parallel", "sharded", "overlap", "reproducible", "graphed"}
+        free |= {"data_parallel", "sharded", "overlap", "reproducible", "graphed", "stashed"}
         return {key: value for key, value in asdict(self).items() if key not in free}
 
 

@@ -10,6 +10,7 @@ import transformer_engine.pytorch as te
 
 from .config import DTYPES, Config
 
+PAGE_BYTES = 64 * 1024  # of the stash
 AUX_LOSS = 0.01  # coefficient of the loss that balances the experts, for each layer
 
 
@@ -48,6 +49,23 @@ class Mixtures:
 
     def __init__(self, layers: Iterable[nn.Module]):
         self.parts = [layer.layernorm_mlp for layer in layers]
+        self.pages: te.stash.PagedStash | None = None
+
+    def stash(self, config: Config) -> None:
+        """From now on the rows that the experts keep for the backward leave for pinned host memory, but for the last
+        layer's. All experts are here, so that all rows are live, and their number and that of the pages are known."""
+        weight = self.parts[0].moe.experts.fc1.weight0
+        rows = config.tokens // config.accumulate * config.topk
+        row_bytes = 2 * config.expert_hidden * weight.element_size() + 8  # the pre-activation, a probability, a token
+        pages = len(self.parts) * (rows * row_bytes // PAGE_BYTES + 2)
+        self.pages = te.stash.PagedStash(PAGE_BYTES, device_pages=0, host_pages=pages, device=weight.device)
+        for part in self.parts:
+            part.moe.stash = self.pages
+
+    def begin(self) -> None:
+        """Before the forward of a microbatch, each of which is a step of the stash."""
+        if self.pages is not None:
+            self.pages.reset()
 
     def capture(self, config: Config, recipe: object | None) -> None:
         """From now on each mixture replays a CUDA graph of its own, forward and backward, in train mode and for these

@@ -61,6 +61,8 @@ class Trainer:
         else:
             self.optimizer = OPTIMIZERS[config.optimizer](model)
         self.mixtures = getattr(model, "mixtures", None)
+        if self.mixtures and config.stashed:
+            self.mixtures.stash(config)
         if self.mixtures and config.graphed:
             self.mixtures.capture(config, model.recipe)
         self._scaled = model.scaled_modules() if hasattr(model, "scaled_modules") else {}
@@ -78,6 +80,8 @@ class Trainer:
         losses, aux_losses, tokens_per_expert = [], [], []
         microbatches = self.ranks.own_windows(tokens).chunk(self.config.accumulate)
         for number, microbatch in enumerate(microbatches, 1):
+            if self.mixtures:
+                self.mixtures.begin()
             with self.optimizer.accumulating(is_last=number == len(microbatches)):
                 with meter:
                     loss = loss_of(self.forward, microbatch)

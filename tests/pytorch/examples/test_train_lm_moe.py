@@ -113,6 +113,22 @@ def test_captured_is_eager(tmp_path, text, device, more):
         assert [row[key] for row in one] == [row[key] for row in other]
 
 
+@pytest.mark.parametrize("more", [(), ("--graph", "--accumulate", "2"), ("--fp8", "block")], ids=str)
+def test_stashed_is_not(tmp_path, text, device, more):
+    """Bit for bit; on a CPU the rows that left are no memory of the step."""
+    options = (*MOE, *more, "--no-twin", "--steps", "4")
+    train(tmp_path, text, device, *options, "--name", "kept")
+    train(tmp_path, text, device, *options, "--name", "stashed", "--stash")
+    folder = tmp_path / "runs"
+    kept, stashed = (load_file(folder / name / "checkpoint.safetensors") for name in ("kept", "stashed"))
+    for name in kept:
+        assert torch.equal(kept[name], stashed[name]), name
+    one, other = (metrics(folder / name) for name in ("kept", "stashed"))
+    assert losses(one) == losses(other)
+    if device == "cpu" and "--graph" not in more:
+        assert float(other[-1]["memory_mib"]) < float(one[-1]["memory_mib"])
+
+
 def test_microbatches_count_all_tokens(tmp_path, text, device):
     """And move the weights as one batch does, but for roundings."""
     for name, more in (("one", ()), ("two", ("--accumulate", "2"))):
@@ -130,7 +146,8 @@ def test_microbatches_count_all_tokens(tmp_path, text, device):
         (("--moe", "4"), None),
         (("--moe", "0,1"), None),
         (("--moe", "7,7"), "wanted a divisor of the preset's 96"),
-        (("--graph",), "captures mixtures, and there are none"),
+        (("--graph",), "--graph: is for mixtures, and there are none"),
+        (("--stash",), "--stash: is for mixtures, and there are none"),
         (("--moe", "4,2", "--compile"), "not with --tp, --data-parallel or --compile"),
         (("--moe", "4,2", "--data-parallel"), "not with --tp, --data-parallel or --compile"),
     ],
