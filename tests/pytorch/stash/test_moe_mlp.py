@@ -236,6 +236,37 @@ def test_two_stashes_in_one_set(device):
             assert [report(one)["groups"] for one in (stash, other)] == [1, 0]
 
 
+@pytest.mark.parametrize("first", ["eager", "captured"])
+def test_captured_and_eager_layers_are_not_mixed(first, device):
+    """One step has eager layers or captured ones. Others are refused by the entry of the schedule that comes in place
+    of another, and the next step is whole."""
+    with made(device, page_bytes=512) as stash:
+        mixture = Mixture(device, "bfloat16", stash)
+        plain, x = mixture.twin(), mixture.tokens(17)
+        expected = plain.step(x)[0]
+        last = mixture.layers[-1]
+        samples = tuple((x.clone().requires_grad_(),) for _ in mixture.layers[:-1])
+        if first == "eager":  # the schedule has all layers
+            for _ in range(2):
+                stash.reset()
+                mixture.step(x)
+            stash.reset()
+            name = mixture.layers[1].stash_group
+            with refused(RuntimeError, f"the backward of group {name}, microbatch 0 came as entry 2", last.stash_group):
+                te.make_graphed_callables(tuple(mixture.layers[:-1]), samples)
+        else:  # it has those that are captured
+            stash.reset()
+            te.make_graphed_callables(tuple(mixture.layers[:-1]), samples)
+            stash.reset()
+            name = f"the forward of group {last.stash_group}, microbatch 0 came as entry"
+            with refused(RuntimeError, "PagedStash", name, "of the schedule, wanted the"):
+                mixture.step(x)
+            last.stash = None
+        stash.reset()
+        same(mixture.step(x)[0], expected)
+        assert stash.verdict(wait=True).ok
+
+
 def test_a_lost_group(device):
     """The gate is up, nothing is applied, and the step runs again in a larger pool."""
     with made(device, page_bytes=512, device_pages=20, factor=1.0) as stash:
@@ -285,8 +316,9 @@ def test_evaluation_and_plans(device):
         agree(mixture, stash, x)
 
 
-def test_a_call_that_fails_before_its_group(device, monkeypatch):
-    """It leaves nothing open: the call can be repeated in the same step."""
+@pytest.mark.parametrize("fails", ["router_rows", "grouped_mlp"])
+def test_a_call_that_fails(fails, device, monkeypatch):
+    """Before its schedulers, or in its group: it leaves nothing open, and the call can be repeated in the same step."""
 
     def fail(*_, **__):
         raise MemoryError("no memory")
@@ -298,10 +330,30 @@ def test_a_call_that_fails_before_its_group(device, monkeypatch):
         for _ in range(2):
             stash.reset()
             with monkeypatch.context() as patched, pytest.raises(MemoryError):
-                patched.setattr(functional, "permute_routing", fail)
+                patched.setattr(functional, fails, fail)
                 mixture.layers[0](x.clone().requires_grad_())
             same(mixture.step(x)[0], expected)
             assert stash.verdict(wait=True).ok
+
+
+def test_parameters_stay_beside_the_hooks(device):
+    """The node keeps them itself, and finds one that was written; hooks around the stash see each of them."""
+    with made(device, page_bytes=512) as stash:
+        layer = te.MoEMLP(HIDDEN, FFN, 4, 1, stash=stash, params_dtype=torch.bfloat16, device=device)
+        x = randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16).requires_grad_()
+        weights, seen = list(layer.experts.parameters()), []
+        stash.reset()
+        y = layer(x)[0]
+        with torch.no_grad():
+            weights[-1].zero_()
+        with refused(RuntimeError, "grouped_mlp: one of the variables", "modified by an inplace operation"):
+            y.sum().backward()
+        stash.reset()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
+            y = layer(x)[0]
+        assert {w.data_ptr() for w in weights} <= set(seen)
+        y.sum().backward()
+        assert stash.verdict(wait=True).ok and all(w.grad is not None for w in weights)
 
 
 def test_copies_are_groups_of_their_own(device):

@@ -5,22 +5,28 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace te_torch {
 
 namespace {
 
+thread_local KeepsLeaf keeps_leaf = nullptr;
+
 bool is_plain_leaf(const at::Tensor& t) { return t.requires_grad() && t.is_leaf() && !t.is_inference(); }
 
 }  // namespace
 
+KeepsLeaf set_keeps_leaf(KeepsLeaf keeps) { return std::exchange(keeps_leaf, keeps); }
+
 void SavedLeaves::take(std::vector<at::Tensor>& tensors) {
-  if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
+  const size_t hooks = at::SavedTensorDefaultHooks::get_tls_state().stack.size();
+  if (hooks > 1 || (hooks == 1 && keeps_leaf == nullptr)) return;
   std::vector<at::Tensor> left;
   leaves_.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
-    if (is_plain_leaf(t)) {
+    if (is_plain_leaf(t) && (hooks == 0 || keeps_leaf(t))) {
       const uint32_t version = t.unsafeGetTensorImpl()->version_counter().current_version();
       leaves_.push_back({i, std::move(t), version});
     } else {

@@ -8,9 +8,15 @@
 
 namespace te_torch {
 
+// Whether saved-tensor hooks of this library would keep a leaf as it is. set_keeps_leaf: those of this thread's only
+// hooks, null: none; returns the previous one.
+using KeepsLeaf = bool (*)(const at::Tensor&);
+KeepsLeaf set_keeps_leaf(KeepsLeaf keeps);
+
 class SavedLeaves {
  public:
-  // Moves leaves out of the tensors to save, unless saved-tensor hooks are active. Called once, in the forward.
+  // Moves leaves out of the tensors to save, but not those that saved-tensor hooks have to see. Called once, in the
+  // forward.
   void take(std::vector<at::Tensor>& tensors);
   // Puts them back. Raises, as autograd does, where one was modified in place since. op: in the error.
   void give(const char* op, std::vector<at::Tensor>& tensors) const;

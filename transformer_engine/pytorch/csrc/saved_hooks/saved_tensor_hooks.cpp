@@ -142,6 +142,13 @@ const Tensor& KeptTensor::pop() const {
   return tensor_;
 }
 
+bool keeps_leaf(const Tensor& leaf) {
+  const py::gil_scoped_acquire gil;
+  if (!saved_observers().empty()) return false;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf));
+  return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass;
+}
+
 // ---- StorageHandler ----
 
 py::object StorageHandler::push(py::handle object, py::handle outward) {

@@ -1,6 +1,7 @@
 // The calls of PagedStash that run for every group: group(), the schedulers around its layers, stash() and reload().
 // They return null for arguments that need a closer look; stash/arguments.py accepts or refuses those.
 #include <ATen/ops/view_as.h>
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/Exceptions.h>
@@ -11,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "autograd/saved_leaves.h"
 #include "core/held_object.h"
 #include "stash/stash_step.h"
 #include "stash/stash_tensors.h"
@@ -152,7 +154,9 @@ class StashScope {
     tensors_->open(handle_);
     try {
       hooks_ = saved_hooks(py::cast(std::static_pointer_cast<StorageHandler>(tensors_)));
-      push_hooks(hooks_);  // throws where torch allows no hooks
+      const bool first = at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+      push_hooks(hooks_);                                            // throws where torch allows no hooks
+      outer_keeps_ = set_keeps_leaf(first ? &keeps_leaf : nullptr);  // weights need no Python object each
     } catch (...) {
       tensors_->close();
       step_->close_group(handle_, true);
@@ -162,6 +166,7 @@ class StashScope {
   }
   void exit(bool failed) {
     if (!open_) return;
+    set_keeps_leaf(outer_keeps_);
     pop_hooks(hooks_);
     open_ = false;
     tensors_->close();
@@ -178,6 +183,7 @@ class StashScope {
   py::object hooks_;
   std::shared_ptr<StashStep> step_;  // that it was entered in
   std::shared_ptr<StashHandle> handle_;
+  KeepsLeaf outer_keeps_ = nullptr;
   bool open_ = false;
 };
 
