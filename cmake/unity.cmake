@@ -12,7 +12,7 @@ foreach(group IN ITEMS
     "ops/normalization;ops/normalization_quantize"
     "ops/cross_entropy;ops/linear_cross_entropy"
     "ops/permute;ops/permute_kernels"
-    "ops/router;ops/router_loss"
+    "ops/router;ops/router_loss;ops/router_rows"
     "ops/rope;ops/rope_kernels;ops/noop_cat"
     "ops/attention;ops/attention_chunked;ops/attention_flash;ops/attention_kernels;ops/attention_passes;ops/attention_rows"
     "gemm/gemm;gemm/gemm_path;core/tune;core/cpu_gemm;gemm/linear_core"

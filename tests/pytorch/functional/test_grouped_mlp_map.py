@@ -70,6 +70,19 @@ def assert_same(got, want):
         assert_same_bits(a, b, i)
 
 
+@pytest.mark.parametrize("recipe", KINDS)
+def test_a_scale_whose_tail_is_not_read(recipe, device):
+    """Its gradient is that of whole scales in live rows; torch's anomaly mode, which looks at all rows, sees zeros."""
+    case = Case(device)
+    want = case.mapped(True, quantizations(recipe, device))
+    got = case.mapped(True, quantizations(recipe, device), zero_scale_tail=False)
+    live = sum(case.counts)
+    assert live < case.rows and not want[2][live:].any()
+    assert_same([*got[:2], got[2][:live], *got[3:]], [*want[:2], want[2][:live], *want[3:]])
+    with torch.autograd.set_detect_anomaly(True):
+        assert not case.mapped(True, quantizations(recipe, device), zero_scale_tail=False)[2][live:].any()
+
+
 @pytest.mark.parametrize("keep_rows", [False, True])
 @pytest.mark.parametrize("recipe", KINDS)
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

@@ -1,6 +1,6 @@
-# The combinations of a stashed MoEMLP with what stands beside it: in high precision and in FP8, eager, as one graph and
-# as a graph for each layer, two microbatches in flight. Outputs and gradients are those without a stash and without
-# graphs, bit for bit.
+# A stashed MoEMLP in combination with other features: in high precision and in FP8, eager, as one graph and as a graph
+# for each layer, two microbatches in flight. Outputs and gradients are those of the layers without stash and graphs,
+# bit for bit.
 import functools
 import itertools
 from contextlib import nullcontext

@@ -81,6 +81,7 @@
   X(rope)                 \
   X(router)               \
   X(router_loss)          \
+  X(router_rows)          \
   X(normalization)        \
   X(offload)              \
   X(optimizer)            \

@@ -42,7 +42,13 @@ from transformer_engine.pytorch.functional.quantize import (
     quantize_range_cast,
 )
 from transformer_engine.pytorch.functional.rope import rope, rope_qkv
-from transformer_engine.pytorch.functional.router import router_aux_loss, router_logits, router_scores, router_topk
+from transformer_engine.pytorch.functional.router import (
+    router_aux_loss,
+    router_logits,
+    router_rows,
+    router_scores,
+    router_topk,
+)
 
 __all__ = [
     "activation",
@@ -86,6 +92,7 @@ __all__ = [
     "rope_qkv",
     "router_aux_loss",
     "router_logits",
+    "router_rows",
     "router_scores",
     "router_topk",
     "scaled_activation",

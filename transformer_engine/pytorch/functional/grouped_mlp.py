@@ -30,6 +30,7 @@ def grouped_mlp(
     grad_accumulators: tuple[Accumulator, Accumulator] = (None, None),
     quantizations: tuple[Quantizations, Quantizations] = ((), ()),
     own_weights: tuple[Sequence[_C.Quantized], Sequence[_C.Quantized]] = ((), ()),
+    zero_scale_tail: bool = True,
 ) -> torch.Tensor:
     """y[rows of g] = (act(x[rows of g] weights1[g]^T) * row_scale[rows of g]) weights2[g]^T, for consecutive groups of
     rows, as one autograd node: grouped_linear, scaled_activation, grouped_linear, to the same bits.
@@ -40,6 +41,8 @@ def grouped_mlp(
     each token then, and the rows are gathered from it by the map, to the bits of permute() before this function. The
     gradients of a token's rows are added up in the order of the map. The backward gathers the rows again; keep_rows
     keeps them. sum_rows: y has the sum of each token's rows, as unpermute() after this function, to the same bits.
+    zero_scale_tail: False where the gradient of row_scale is not read in rows of no group (the backward of
+    router_rows() and that of permute_routing() do not): in eager mode it may be anything there, for a launch less.
     Shapes: x [rows, in_features], weights1 [hidden, in_features] each ([2 hidden, in_features] for a gated kind),
     weights2 [out_features, hidden] each, row_scale [rows]. Dtypes: as grouped_linear; row_scale float32 or x's dtype.
     kind, params: as activation. keep_input, grad_accumulators, quantizations, own_weights: as grouped_linear, of the
@@ -59,6 +62,5 @@ def grouped_mlp(
         leaves = [next((w for w in weights if w.requires_grad), weights[0]) for weights in (weights1, weights2)]
         products = zip(leaves, grad_accumulators, strict=True)
         return _traced("grouped_mlp", torch.ops.te.grouped_mlp, arguments, *products)
-    return _C.grouped_mlp(
-        x, weights1, weights2, row_scale, offsets, splits, *options, grad_accumulators, quantizations, own_weights
-    )
+    handles = (grad_accumulators, quantizations, own_weights)
+    return _C.grouped_mlp(x, weights1, weights2, row_scale, offsets, splits, *options, *handles, zero_scale_tail)

@@ -4,6 +4,7 @@ Formulas: transformer_engine/router.h."""
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional.permute import permute_routing
 
 MAX_EXPERTS, MAX_TOPK = 1024, 32  # TE_ROUTER_MAX_EXPERTS, TE_ROUTER_MAX_TOPK
 
@@ -52,6 +53,41 @@ def router_topk(
     if torch.compiler.is_compiling():
         return torch.ops.te.router_topk(*args)
     return _C.router_topk(*args)
+
+
+def router_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk: int,
+    experts: tuple[int, int],
+    rows: int,
+    *,
+    pre_softmax: bool = False,
+    num_groups: int = 0,
+    group_topk: int = 0,
+    scaling_factor: float = 1.0,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
+    count: bool = True,
+    counts: torch.Tensor | None = None,
+    with_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """router_logits(), router_topk() of the logits, and permute_routing() of the choice, to their bits: (x,
+    probabilities of the rows, token of each row, rows of each token, offsets, tokens of every expert, logits or None).
+    In eager mode they are one autograd node.
+
+    The first result is x for its other readers: in eager mode the gradient that arrives there is added to the router's
+    before both reach x. Arguments: those of the three functions; with_logits: the logits are returned, and may have a
+    gradient.
+    Saves: x, weight, logits, the chosen experts and the rows of each token."""
+    choice = (topk, pre_softmax, num_groups, group_topk, scaling_factor, score_function)
+    if not torch.compiler.is_compiling():
+        return _C.router_rows(x, weight, expert_bias, *choice, *experts, rows, count, counts, with_logits)
+    x = x.view(x.shape)
+    logits = router_logits(x, weight)
+    probs, _, chosen = torch.ops.te.router_topk(logits, expert_bias, *choice, "none")
+    routed = permute_routing(probs, chosen, experts, rows, count=count, counts=counts)
+    return (x, *routed, logits if with_logits else None)
 
 
 def router_scores(

@@ -236,7 +236,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         after the call."""
         if splits.offsets is not None and inp.is_cuda and current_state().enabled:  # before a quantizer writes an amax
             self._check_dtype(inp)
-        (weights, all_plain), (biases, _) = (self._parameters_of(names) for names in self._product_names(""))
+        names, bias_names = self._product_names("")
+        weights, all_plain = self._parameters_of(names)
+        biases = self._parameters_of(bias_names)[0] if bias_names else []
         quantizations, own_weights = self._quantized_groups(weights, all_plain, is_first_microbatch)
         if not quantizations and not all_plain:
             weights = [weight if type(weight) is torch.nn.Parameter else plain(weight) for weight in weights]
@@ -245,8 +247,6 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _parameters_of(self, names: list[str]) -> tuple[list[torch.Tensor], bool]:
         """The parameters, and whether all are plain: no subclass, and none that a parametrization computes."""
-        if not names:
-            return [], True
         if not torch.compiler.is_compiling():
             found = _C.registered_parameters(self._parameters, names, torch.nn.Parameter)
             if found is not None:  # there may be hundreds, and a module's __getattr__ is slow

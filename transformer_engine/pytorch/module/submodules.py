@@ -19,6 +19,15 @@ def only_watches(hook: Callable) -> Callable:
 def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Whether a call of the module is exactly a call of `kind`'s forward: no subclass's forward, no hook, no other
     function in place of forward. Such a call takes keywords beyond the API."""
+    return has_no_global_hook() and calls_forward(module, kind)
+
+
+def has_no_global_hook() -> bool:
+    return torch.compiler.is_compiling() or not has_any_global_hook()
+
+
+def calls_forward(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """is_own() where there are no hooks of all modules."""
     of = type(module)
     if of is not kind:
         inherits = issubclass(of, kind) and of.forward is kind.forward and of.__call__ is kind.__call__
@@ -26,8 +35,6 @@ def is_own(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
             return False
     own = module.__dict__
     if "forward" in own:
-        return False
-    if not torch.compiler.is_compiling() and has_any_global_hook():
         return False
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return not hooks or all(getattr(hook, "only_watches", False) for name in _HOOKS for hook in own[name].values())

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.module.error_context import raise_for_module
 from transformer_engine.pytorch.module.group_splits import Splits, splits_of
 from transformer_engine.pytorch.module.grouped_linear import GroupedCall, GroupedLinear
 from transformer_engine.pytorch.module.layernorm_mlp import activation_parameters
-from transformer_engine.pytorch.module.submodules import is_own
+from transformer_engine.pytorch.module.submodules import calls_forward, has_no_global_hook
 from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
@@ -31,7 +31,7 @@ class GroupedMLP(Composite):
     save_preactivation="fp8" as E4M3 with a scale for each 128 of a row) and row_scale; the activation is recomputed.
     row_map: inp is [tokens, hidden_size], and the rows are gathered from it by this map (functional.permute_routing;
     functional.grouped_mlp has its form); the backward gathers them again, or they are kept (keep_rows=True). sum_rows:
-    the output is [tokens, hidden_size], the sum of each token's rows.
+    the output is [tokens, hidden_size], the sum of each token's rows. zero_scale_tail: functional.grouped_mlp's.
     fuse_wgrad_accumulation, delay_wgrad_compute: as GroupedLinear's.
     """
 
@@ -89,12 +89,14 @@ class GroupedMLP(Composite):
         row_map: tuple[torch.Tensor, torch.Tensor] | None = None,
         keep_rows: bool = False,
         sum_rows: bool = False,
+        zero_scale_tail: bool = True,
     ) -> torch.Tensor:
         op = type(self).__name__
-        check_tensor(op, "inp", inp)
+        if type(inp) is not torch.Tensor:
+            check_tensor(op, "inp", inp)
         if inp.dim() != 2:
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [rows, {self.hidden_size}].")
-        if row_scale is not None:
+        if type(row_scale) is not torch.Tensor and row_scale is not None:
             check_tensor(op, "row_scale", row_scale)
         splits = m_splits
         if type(m_splits) is not Splits:
@@ -102,21 +104,25 @@ class GroupedMLP(Composite):
             splits = splits_of(op, m_splits, of_rows, self.num_gemms)
         if not self._is_fused():
             return self._in_parts(inp, splits, row_scale, is_first_microbatch, row_map, sum_rows)
-        calls = [part.call_of(inp, splits, is_first_microbatch) for part in (self.fc1, self.fc2)]
+        fc1, fc2 = self._modules["fc1"], self._modules["fc2"]  # faster than the search of torch's __getattr__
+        one, two = fc1.call_of(inp, splits, is_first_microbatch), fc2.call_of(inp, splits, is_first_microbatch)
+        of_rows = {"row_map": row_map, "keep_rows": keep_rows, "sum_rows": sum_rows}
         try:
-            out = self._product(inp, splits, row_scale, *calls, row_map=row_map, keep_rows=keep_rows, sum_rows=sum_rows)
+            out = self._product(inp, splits, row_scale, one, two, zero_scale_tail=zero_scale_tail, **of_rows)
         except ValueError as error:
-            raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", calls[0].weights[0])
+            raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", one.weights[0])
             raise
-        for part, call in zip((self.fc1, self.fc2), calls, strict=True):
-            if call.quantizations:
-                part.runtime.quantization.follow(out)
+        if one.quantizations:
+            fc1.runtime.quantization.follow(out)
+        if two.quantizations:
+            fc2.runtime.quantization.follow(out)
         return out
 
     def _is_fused(self) -> bool:
         """Whether the parts are the library's own, without hooks, and record nothing of their inputs (calibration)."""
-        parts = (self.fc1, self.fc2)
-        return all(is_own(part, GroupedLinear) for part in parts) and not is_calibrating()
+        fc1, fc2 = self._modules["fc1"], self._modules["fc2"]
+        own = calls_forward(fc1, GroupedLinear) and calls_forward(fc2, GroupedLinear)
+        return own and has_no_global_hook() and not is_calibrating()
 
     def _product(
         self,

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,9 +18,9 @@ from transformer_engine.pytorch._internal.recompute_phase import is_recomputed
 from transformer_engine.pytorch.module.base import InitMethod, refuse
 from transformer_engine.pytorch.module.composite import Composite
 from transformer_engine.pytorch.module.group_splits import Splits
-from transformer_engine.pytorch.module.submodules import is_own
+from transformer_engine.pytorch.module.submodules import calls_forward, has_no_global_hook
 from transformer_engine.pytorch.moe.grouped_mlp import GroupedMLP
-from transformer_engine.pytorch.moe.topk_router import Routing, TopKRouter
+from transformer_engine.pytorch.moe.topk_router import Routing, RowsWanted, TopKRouter
 from transformer_engine.pytorch.verdict import count_splits
 
 ROWS = 128  # a capacity is a multiple of so many
@@ -55,13 +55,12 @@ def expert_range(op: str, experts: tuple[int, int] | None, num_experts: int) -> 
 
 
 class _Rows(NamedTuple):
-    """Arguments of the experts; the counts of all experts, None where the module's buffer has them already; and the map
-    of a permutation before them, by which each token's rows are added up after them."""
+    """Arguments of the experts, and the map of a permutation before them, by which each token's rows are added up after
+    them."""
 
     inp: torch.Tensor
     probs: torch.Tensor
     splits: torch.Tensor | Splits
-    tokens_per_expert: torch.Tensor | None
     options: dict[str, object]
     back: torch.Tensor | None = None
 
@@ -194,50 +193,73 @@ class MoEMLP(Composite):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """inp: [..., hidden_size]. is_first_microbatch: as Linear's."""
         op = type(self).__name__
-        check_tensor(op, "inp", inp)
+        if type(inp) is not torch.Tensor:
+            check_tensor(op, "inp", inp)
         if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
             raise ValueError(f"{op}: argument 'inp' has shape {list(inp.shape)}, wanted [..., {self.hidden_size}].")
-        tokens = inp.reshape(-1, self.hidden_size)  # where the gradients of both parts meet, before those of others
-        own = is_own(self.router, TopKRouter) and is_own(self.experts, GroupedMLP)
-        routing, chosen = self.router(tokens, return_chosen=True) if own else (self.router(tokens), None)
-        stash = self.stash
-        source = tokens if stash is None else stash.pre_schedule(tokens)
-        recomputed = is_recomputed()
-        try:
-            rows = self._permuted(source, routing, chosen, not recomputed)
-            if not recomputed and rows.tokens_per_expert is not None:
-                self._keep_counts(rows.tokens_per_expert)
-            # Nothing reads a row past the total, so a reload need not write there.
-            with nullcontext() if stash is None else stash.group(self.stash_group, tail="keep"):
-                out = self.experts(rows.inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
-        except BaseException:
-            if stash is not None:  # without a gradient it stores nothing, and the next call may begin
-                stash.post_schedule(tokens.detach())
-            raise
-        if stash is not None:
-            out = stash.post_schedule(out)
+        parts = self._modules  # faster than the search of torch's __getattr__
+        router, experts = parts["router"], parts["experts"]
+        own = has_no_global_hook() and calls_forward(router, TopKRouter) and calls_forward(experts, GroupedMLP)
+        counted = not is_recomputed()  # a recomputation's tokens and cut rows are those of an earlier call
+        if own:
+            tokens = inp if inp.dim() == 2 else inp.reshape(-1, self.hidden_size)
+            routed, aux_loss = self._routed(router, tokens, counted)
+            tokens = routed.inp
+        else:
+            tokens = inp.reshape(-1, self.hidden_size)  # where the gradients of both parts meet, before those of others
+            routed = router(tokens)
+            aux_loss = routed.aux_loss
+        if self.stash is None:
+            rows = routed if own else self._permuted(tokens, routed, counted)
+            out = experts(rows.inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
+        else:
+            rows, out = self._stashed(self.stash, experts, tokens, routed, is_first_microbatch, counted)
         y = out if rows.back is None else functional.unpermute(out, rows.back, of_mask=True)
-        return y if inp.dim() == 2 else y.view(inp.shape), routing.aux_loss
+        return y if inp.dim() == 2 else y.view(inp.shape), aux_loss
 
-    def _permuted(self, tokens: torch.Tensor, routing: Routing, chosen: torch.Tensor | None, count: bool) -> _Rows:
-        """count: this call's tokens and cut rows; a recomputation's are those of an earlier call. Without `chosen` the
-        rows are copies of the tokens by the routing map, which a client's router or hooks may have made."""
-        op, size = type(self).__name__, self._rows(tokens.shape[0])
-        if chosen is None:
-            local = slice(self.first_expert, self.last_expert)
-            arguments = (tokens, routing.probs[:, local], routing.routing_map[:, local], size)
-            inp, probs, back = permutation.moe_permute_with_probs(*arguments)
-            counts = routing.tokens_per_expert
-            return _Rows(inp, probs, counts[local], counts, {}, back)
+    def _routed(self, router: TopKRouter, tokens: torch.Tensor, counted: bool) -> tuple[_Rows, torch.Tensor]:
+        """The rows as a map, which the experts gather by; and the loss."""
         if tokens.is_cuda and not torch.compiler.is_compiling():
-            count_splits(op, tokens.device)
+            count_splits(type(self).__name__, tokens.device)
+        kept = self._buffers["tokens_per_expert"]
+        into = kept if counted and kept.device == tokens.device else None
         experts = (self.first_expert, self.last_expert)
-        kept = self.tokens_per_expert if count and self.tokens_per_expert.device == tokens.device else None
-        probs, *row_map, offsets, counts = functional.permute_routing(
-            routing.probs, chosen, experts, size, count=count, counts=kept
-        )
-        options = {"row_map": tuple(row_map), "keep_rows": self.keep_rows, "sum_rows": True}
-        return _Rows(tokens, probs, Splits(offsets=offsets), counts if kept is None else None, options)
+        routed = router(tokens, RowsWanted(experts, self._rows(tokens.shape[0]), counted, into))
+        if counted and routed.tokens_per_expert is not None:
+            self._keep_counts(routed.tokens_per_expert)
+        options = {"row_map": routed.row_map, "keep_rows": self.keep_rows, "sum_rows": True, "zero_scale_tail": False}
+        return _Rows(routed.tokens, routed.probs, Splits(offsets=routed.offsets), options), routed.aux_loss
+
+    def _permuted(self, tokens: torch.Tensor, routing: Routing, counted: bool) -> _Rows:
+        """Copies of the tokens by the routing map, which a client's router or hooks may have made."""
+        local = slice(self.first_expert, self.last_expert)
+        arguments = (tokens, routing.probs[:, local], routing.routing_map[:, local], self._rows(tokens.shape[0]))
+        inp, probs, back = permutation.moe_permute_with_probs(*arguments)
+        if counted:
+            self._keep_counts(routing.tokens_per_expert)
+        return _Rows(inp, probs, routing.tokens_per_expert[local], {}, back)
+
+    def _stashed(
+        self,
+        stash: Stash,
+        experts: torch.nn.Module,
+        tokens: torch.Tensor,
+        routed: _Rows | Routing,
+        is_first_microbatch: bool | None,
+        counted: bool,
+    ) -> tuple[_Rows, torch.Tensor]:
+        """The rows, and the experts' output, between the schedulers of the stash."""
+        source = stash.pre_schedule(tokens)
+        try:
+            own = isinstance(routed, _Rows)
+            rows = routed._replace(inp=source) if own else self._permuted(source, routed, counted)
+            # Nothing reads a row past the total, so a reload need not write there.
+            with stash.group(self.stash_group, tail="keep"):
+                out = experts(rows.inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
+        except BaseException:
+            stash.post_schedule(tokens.detach())  # without a gradient it stores nothing, and the next call may begin
+            raise
+        return rows, stash.post_schedule(out)
 
     @torch.no_grad()
     def _keep_counts(self, counts: torch.Tensor) -> None:

@@ -19,7 +19,29 @@ class Routing(NamedTuple):
     tokens_per_expert: int64 [experts]. aux_loss: float32, without dimensions."""
 
     probs: torch.Tensor
-    routing_map: torch.Tensor | None
+    routing_map: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    aux_loss: torch.Tensor
+
+
+class RowsWanted(NamedTuple):
+    """Arguments of functional.permute_routing: the experts whose rows are wanted, the number of rows, whether what is
+    cut is counted, and memory for the tokens of every expert."""
+
+    experts: tuple[int, int]
+    rows: int
+    count: bool
+    counts: torch.Tensor | None
+
+
+class RoutedRows(NamedTuple):
+    """Results of functional.router_rows, the map as one tuple, and the loss. tokens_per_expert: None where they are in
+    the caller's memory."""
+
+    tokens: torch.Tensor
+    probs: torch.Tensor
+    row_map: tuple[torch.Tensor, torch.Tensor]
+    offsets: torch.Tensor
     tokens_per_expert: torch.Tensor | None
     aux_loss: torch.Tensor
 
@@ -94,35 +116,56 @@ class TopKRouter(TransformerEngineBaseModule):
         self.register_buffer("expert_bias", bias)
         self.reset_parameters(defer_init=self.device.type == "meta")
 
-    def forward(self, inp: torch.Tensor, return_chosen: bool = False) -> Routing | tuple[Routing, torch.Tensor]:
-        """inp: [tokens, hidden_size]. return_chosen: (Routing, the chosen experts int32 [tokens, topk], the best one
-        first); routing_map and tokens_per_expert are None then, unless the loss reads them."""
-        check_tensor(type(self).__name__, "inp", inp)
+    def forward(self, inp: torch.Tensor, rows: RowsWanted | None = None) -> Routing | RoutedRows:
+        """inp: [tokens, hidden_size]. rows: the choice is returned as a map by rows, in place of a Routing."""
+        if type(inp) is not torch.Tensor:
+            check_tensor(type(self).__name__, "inp", inp)
         if inp.dim() != 2 or inp.shape[1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: argument 'inp' has shape {list(inp.shape)}, wanted [tokens, "
                 f"{self.hidden_size}]."
             )
-        logits = functional.router_logits(inp, self.weight)
-        has_map = not return_chosen or self.aux_loss_coeff != 0
+        weight = self._parameters.get("weight")  # faster than the search of torch's __getattr__
+        if weight is None:  # a parametrization computes it
+            weight = self.weight
         grouped = self.group_topk is not None
-        probs, routing_map, chosen = functional.router_topk(
-            logits,
+        choice = {
+            "pre_softmax": self.use_pre_softmax,
+            "num_groups": self.num_groups if grouped else 0,
+            "group_topk": self.group_topk if grouped else 0,
+            "scaling_factor": 1.0 if self.scaling_factor is None else self.scaling_factor,
+            "score_function": self.score_function,
+            "expert_bias": self._buffers["expert_bias"],
+        }
+        if rows is not None:
+            return self._rows(inp, weight, rows, choice)
+        logits = functional.router_logits(inp, weight)
+        probs, routing_map, _ = functional.router_topk(logits, self.topk, **choice)
+        tokens_per_expert = routing_map.sum(0)
+        return Routing(probs, routing_map, tokens_per_expert, self._aux_loss(logits, tokens_per_expert))
+
+    def _rows(
+        self, inp: torch.Tensor, weight: torch.Tensor, wanted: RowsWanted, choice: dict[str, object]
+    ) -> RoutedRows:
+        has_loss = self.aux_loss_coeff != 0
+        into = None if has_loss else wanted.counts  # the loss saves the counts, and the next call writes there
+        tokens, probs, token_of_row, row_of_pair, offsets, counts, logits = functional.router_rows(
+            inp,
+            weight,
             self.topk,
-            pre_softmax=self.use_pre_softmax,
-            num_groups=self.num_groups if grouped else 0,
-            group_topk=self.group_topk if grouped else 0,
-            scaling_factor=1.0 if self.scaling_factor is None else self.scaling_factor,
-            score_function=self.score_function,
-            expert_bias=self.expert_bias,
-            map_format="bytes" if has_map else "none",
+            wanted.experts,
+            wanted.rows,
+            count=wanted.count,
+            counts=into,
+            with_logits=has_loss,
+            **choice,
         )
-        tokens_per_expert = routing_map.sum(0) if has_map else None
-        loss = logits.new_zeros(()) if self.aux_loss_coeff == 0 else self._aux_loss(logits, tokens_per_expert)
-        routing = Routing(probs, routing_map if has_map else None, tokens_per_expert, loss)
-        return (routing, chosen) if return_chosen else routing
+        loss = self._aux_loss(logits, counts) if has_loss else probs.new_zeros(())
+        return RoutedRows(tokens, probs, (token_of_row, row_of_pair), offsets, counts if into is None else None, loss)
 
     def _aux_loss(self, logits: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        if self.aux_loss_coeff == 0:
+            return logits.new_zeros(())
         _, scores = router.fused_compute_score_for_moe_aux_loss(
             logits=logits, topk=self.topk, score_function=self.score_function
         )

@@ -39,6 +39,12 @@ at::Tensor matrix_view(const at::Tensor& t) {
   return view_at(t, 0, sizes, strides);
 }
 
+at::Tensor element_view(const at::Tensor& t, int64_t index) {
+  TORCH_INTERNAL_ASSERT(t.dim() == 1 && index >= 0 && index < t.size(0));
+  const int64_t sizes[] = {1};
+  return view_at(t, index, sizes, t.strides());
+}
+
 at::Tensor row_view(const at::Tensor& t, int64_t row) {
   TORCH_INTERNAL_ASSERT(t.dim() == 2 && row >= 0 && row < t.size(0));
   return view_at(t, row, t.sizes().slice(1), t.strides().slice(1));

@@ -12,6 +12,8 @@ namespace te_torch {
 at::Tensor rows_view(const at::Tensor& t, int64_t first, int64_t count);
 // A contiguous tensor as a matrix: its leading dimensions folded.
 at::Tensor matrix_view(const at::Tensor& t);
+// One element of a vector, as a vector.
+at::Tensor element_view(const at::Tensor& t, int64_t index);
 // One row, without its dimension.
 at::Tensor row_view(const at::Tensor& t, int64_t row);
 

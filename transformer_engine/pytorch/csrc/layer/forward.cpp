@@ -34,7 +34,8 @@ int64_t trailing_rows_of(const LayerConfigs& layers, const NamedTensors& argumen
   for (size_t i = 0; i < layers.size(); ++i) {
     const bool input_recomputed = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
     if (layers[i].operand != SaveMode::kRecompute && !input_recomputed) continue;
-    for (size_t w = 0; w < arguments.list(weight_of(i)).size(); ++w) {
+    if (layers[i].quantization == nullptr) continue;
+    for (size_t w = 0, weights = arguments.list(weight_of(i)).size(); w < weights; ++w) {
       rows = std::max(rows, trailing_rows_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
     }
   }

@@ -81,8 +81,8 @@ LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorL
   LayerConfig& fc2 = call.layers[1];
   if (row_scale.has_value()) {
     OptionalTensor live;
-    if (offsets.has_value()) live = offsets->narrow(0, int64_t(weights1.size()), 1);
-    fc2.prologue = scaled_activation_prologue(kind, params, std::move(live));
+    if (offsets.has_value()) live = last_offset(*offsets);
+    fc2.prologue = scaled_activation_prologue(kind, params, std::move(live), true);
     call.arguments.add(prologue_of(1, row_scale::kScale), *row_scale);
   } else {
     fc2.prologue = activation_prologue(kind, params);
@@ -108,12 +108,13 @@ using Accumulators = std::array<GradAccumulatorPtr, 2>;
 using Quantizations = std::array<GroupQuantizations, 2>;
 using OwnWeights = std::array<std::vector<Quantized>, 2>;
 
+// zero_scale_tail: the gradient of row_scale is 0 in rows of no group; else the caller reads none of them.
 Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const std::vector<Tensor>& weights2,
                    const OptionalTensor& row_scale, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
                    const OptionalTensor& token_of_row, const OptionalTensor& row_of_pair, bool sum_rows,
                    const std::string& kind, const std::vector<double>& params, bool keep_input, bool fp8_pre_activation,
-                   const Accumulators& accumulators, const Quantizations& quantizations,
-                   const OwnWeights& own_weights) {
+                   const Accumulators& accumulators, const Quantizations& quantizations, const OwnWeights& own_weights,
+                   bool zero_scale_tail) {
   const OptionalTensor none;
   const GroupedHandles fc1{accumulators[0], quantizations[0], own_weights[0], none, none};
   const GroupedHandles fc2{accumulators[1], quantizations[1], own_weights[1], none, none};
@@ -122,6 +123,9 @@ Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const s
                               "mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them out "
                               "there.");
   const auto extra = [&](LayerArgs& call) {
+    if (row_scale.has_value() && offsets.has_value() && !zero_scale_tail) {
+      call.layers[1].prologue = scaled_activation_prologue(kind, params, last_offset(*offsets), false);
+    }
     const bool first = add_handles(call, 0, offsets, splits, fc1);
     return add_handles(call, 1, offsets, splits, fc2) || first;
   };

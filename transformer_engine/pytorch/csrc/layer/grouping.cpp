@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "core/rows_view.h"
+
 namespace te_torch::layer {
 
 c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits) {
@@ -22,11 +24,16 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
   return sums;
 }
 
+Tensor last_offset(const Tensor& offsets) {
+  const int64_t last = offsets.size(0) - 1;
+  return must_dispatch({&offsets}) ? offsets.narrow(0, last, 1) : element_view(offsets, last);
+}
+
 Tensor live_rows_of(const Grouping& grouping) {
   const bool listed = grouping.offsets.defined() && !grouping.splits.empty();  // the offsets were made of the list
   const Tensor& offsets = grouping.offsets.defined() ? grouping.offsets : grouping.read_offsets;
   if (listed || !offsets.defined()) return {};
-  Tensor last = offsets.narrow(0, offsets.size(0) - 1, 1);
+  Tensor last = last_offset(offsets);
   share_version(last, offsets);
   return last;
 }

@@ -31,6 +31,7 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
 
 // The counter of the rows of all groups, the last of their offsets; undefined for sizes that are in a list.
 Tensor live_rows_of(const Grouping& grouping);
+Tensor last_offset(const Tensor& offsets);  // as a vector of one
 
 // Raises ValueError if a buffer of the caller shares memory with an operand of the GEMM.
 void check_apart(const Tensor& given, const char* argument, const Operand& read);

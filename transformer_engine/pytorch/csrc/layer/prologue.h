@@ -98,9 +98,10 @@ TE_EXPORT ProloguePtr norm_prologue(double eps, bool rms, bool zero_centered_gam
 namespace row_scale {
 enum Own : int { kScale };
 }
-// live: one int32 on the device, the rows from the first on that hold data; none: all rows.
+// live: one int32 on the device, the rows from the first on that hold data; none: all rows. zero_tail: the scale's
+// gradient is 0 in the rows after them; else it may be anything there.
 TE_EXPORT ProloguePtr scaled_activation_prologue(std::string_view kind, at::ArrayRef<double> params,
-                                                 OptionalTensor live);
+                                                 OptionalTensor live, bool zero_tail);
 TE_EXPORT ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params);
 
 // Whether a kernel may write FP8 directly. Traced calls and quantizers written in Python quantize its plain result, to

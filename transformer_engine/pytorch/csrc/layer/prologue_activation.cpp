@@ -1,5 +1,7 @@
 // An activation as a prologue, also one whose rows are multiplied by a scale each. Their backward recomputes the
 // activation, so that is never kept.
+#include <torch/csrc/autograd/anomaly_mode.h>
+
 #include "layer/prologue.h"
 #include "ops/activation.h"
 
@@ -75,8 +77,8 @@ constexpr SavedInfo kRowScale{"row scale", "the activation's gradient is multipl
 // No kernel writes its FP8 result directly: the operand is quantized after it.
 class ScaledActivation final : public Prologue {
  public:
-  ScaledActivation(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live)
-      : kind_(kind), params_(params.vec()), live_(std::move(live)) {}
+  ScaledActivation(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live, bool zero_tail)
+      : kind_(kind), params_(params.vec()), live_(std::move(live)), zero_tail_(zero_tail) {}
 
   const SavedInfo& input_info() const override { return kGroupedPreActivation; }
   const SavedInfo& operand_info() const override { return kScaledActivation; }
@@ -103,9 +105,15 @@ class ScaledActivation final : public Prologue {
                             const PrologueGradient& g) const override {
     PrologueBackward back;
     const bool needs_scale = g.wanted[row_scale::kScale];
-    auto [dx, dscale, y] = dispatch.call<scaled_activation_bwd>("te::scaled_activation_bwd", g.d_operand, saved.input,
-                                                                saved.tensors[row_scale::kScale], live_, kind(),
-                                                                params(), needs_scale, g.needs_operand);
+    const auto gradients = [&](auto&& call) {
+      return call("te::scaled_activation_bwd", g.d_operand, saved.input, saved.tensors[row_scale::kScale], live_,
+                  kind(), params(), needs_scale, g.needs_operand);
+    };
+    // torch's anomaly mode looks for NaN in all of a node's gradients.
+    const bool live_alone = !zero_tail_ && dispatch.direct() && !torch::autograd::AnomalyMode::is_enabled();
+    auto [dx, dscale, y] =
+        live_alone ? gradients([](auto&&... a) { return Direct::call<scaled_activation_bwd_of_live>(a...); })
+                   : gradients([&](auto&&... a) { return dispatch.call<scaled_activation_bwd>(a...); });
     back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.needs_next_sums ? &back.dx_sums : nullptr);
     if (g.needs_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
     if (needs_scale) back.gradients.emplace_back(row_scale::kScale, std::move(dscale));
@@ -122,12 +130,14 @@ class ScaledActivation final : public Prologue {
   std::string kind_;
   std::vector<double> params_;
   OptionalTensor live_;
+  bool zero_tail_;
 };
 
 }  // namespace
 
-ProloguePtr scaled_activation_prologue(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live) {
-  return std::make_shared<ScaledActivation>(kind, params, std::move(live));
+ProloguePtr scaled_activation_prologue(std::string_view kind, at::ArrayRef<double> params, OptionalTensor live,
+                                       bool zero_tail) {
+  return std::make_shared<ScaledActivation>(kind, params, std::move(live), zero_tail);
 }
 
 ProloguePtr activation_prologue(std::string_view kind, at::ArrayRef<double> params) {

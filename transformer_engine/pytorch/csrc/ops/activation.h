@@ -36,6 +36,11 @@ Tensor scaled_activation_fwd(const Tensor& x, const Tensor& scale, const Optiona
 std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
                                                          const OptionalTensor& live, std::string_view kind,
                                                          at::ArrayRef<double> params, bool needs_dscale, bool emit);
+// The same, but dscale is undefined after the live rows too: without the launch that zeroes it.
+std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd_of_live(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                                                 const OptionalTensor& live, std::string_view kind,
+                                                                 at::ArrayRef<double> params, bool needs_dscale,
+                                                                 bool emit);
 
 // Shared by the files of this binding.
 struct ActivationKind {

@@ -30,7 +30,10 @@ void check_scale(const Tensor& x, const Tensor& scale, const OptionalTensor& liv
 }
 
 // [1, rows], contiguous.
-Tensor row_of(const Tensor& t) { return t.resolve_neg().contiguous().view({1, t.numel()}); }
+Tensor row_of(const Tensor& t) {
+  if (t.dim() == 1 && t.is_contiguous() && !t.is_neg()) return t;  // view_2d() has it as one row
+  return t.resolve_neg().contiguous().view({1, t.numel()});
+}
 
 Tensor fwd_meta(const Tensor& x, const Tensor& scale, const OptionalTensor& live, std::string_view kind,
                 at::ArrayRef<double>) {
@@ -122,9 +125,12 @@ Tensor scaled_activation_fwd(const Tensor& x, const Tensor& scale, const Optiona
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
-                                                         const OptionalTensor& live, std::string_view kind,
-                                                         at::ArrayRef<double> params, bool needs_dscale, bool emit) {
+namespace {
+
+// zero_tail: dscale is 0 in rows that are not alive, where the engine writes nothing.
+std::tuple<Tensor, Tensor, Tensor> bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                       const OptionalTensor& live, std::string_view kind, at::ArrayRef<double> params,
+                                       bool needs_dscale, bool emit, bool zero_tail) {
   const ActivationKind k = activation_kind(kind);
   check_activation_dy(dy, x, k.gated);
   check_scale(x, scale, live);
@@ -133,7 +139,8 @@ std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const
   const Tensor y = emit ? at::empty(grad.sizes(), in.options()) : at::empty({0}, in.options());
   Tensor dscale;
   if (needs_dscale) {
-    dscale = live.has_value() ? at::zeros(scale.sizes(), scale.options()) : at::empty(scale.sizes(), scale.options());
+    const bool zeros = zero_tail && live.has_value();
+    dscale = zeros ? at::zeros(scale.sizes(), scale.options()) : at::empty(scale.sizes(), scale.options());
   } else {
     dscale = at::empty({0}, scale.options());
   }
@@ -143,6 +150,21 @@ std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const
                                       needs_dscale ? view_2d(row_of(dscale), kName, "dscale") : absent(),
                                       emit ? view_2d(y, kName, "y") : absent(), current_stream(in)));
   return {dx, dscale, y};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                                         const OptionalTensor& live, std::string_view kind,
+                                                         at::ArrayRef<double> params, bool needs_dscale, bool emit) {
+  return bwd(dy, x, scale, live, kind, params, needs_dscale, emit, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> scaled_activation_bwd_of_live(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                                                 const OptionalTensor& live, std::string_view kind,
+                                                                 at::ArrayRef<double> params, bool needs_dscale,
+                                                                 bool emit) {
+  return bwd(dy, x, scale, live, kind, params, needs_dscale, emit, false);
 }
 
 TE_OP_REGISTRATION(activation_scaled, ops) {

@@ -191,9 +191,10 @@ Routed routing_dispatched(const Tensor& probs, const Tensor& chosen, int64_t fir
   return Dispatched::call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
 }
 
-// Called by Python in eager mode, like those below.
-Routed routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count, bool count,
-               const OptionalTensor& counts) {
+}  // namespace
+
+Routed permute_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t row_count,
+                       bool count, const OptionalTensor& counts) {
   const c10::SymInt rows(row_count);
   const CountsInto into{counts.value_or(Tensor())};
   if (must_dispatch({&probs, &chosen, pointer_to(counts)})) {
@@ -204,6 +205,8 @@ Routed routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t
   if (!needs_graph({&probs})) return routed<Direct>(probs, chosen, first, last, rows, count, into.counts);
   return routed_of(Node<RoutingFamily, Direct>::run(probs, chosen, first, last, rows, count, into), into.counts);
 }
+
+namespace {
 
 Two permute_autograd(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
                      const OptionalTensor& pad_offsets, c10::SymInt rows) {
@@ -218,6 +221,7 @@ Two permute_dispatched(const Tensor& inp, const Tensor& map, bool of_mask, const
   return {out, row_probs};
 }
 
+// Called by Python in eager mode, like those below.
 Two permute(const Tensor& inp, const Tensor& map, bool of_mask, const OptionalTensor& probs,
             const OptionalTensor& pad_offsets, int64_t row_count) {
   const c10::SymInt rows(row_count);
@@ -312,7 +316,7 @@ TE_OP_REGISTRATION(permute, ops) {
          "count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
       .composite(routing_dispatched)
       .autograd(routing_autograd)
-      .python(routing);
+      .python(permute_routing);
   ops.op("permute_chunk_map(Tensor split_sizes, Tensor sorted_index, SymInt rows) -> (Tensor, Tensor)")
       .kernel(permute_chunk_map)
       .meta(permute_chunk_map_meta)

@@ -33,6 +33,10 @@ Tensor permute_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tenso
 Tensor permute_routing_bwd_meta(const Tensor& grad, const Tensor& chosen, const Tensor& row_of_pair,
                                 c10::SymInt experts);
 
+// Called by Python in eager mode.
+Routed permute_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t rows, bool count,
+                       const OptionalTensor& counts);
+
 // (source, destination), int32 [rows].
 std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt rows);
 std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows);

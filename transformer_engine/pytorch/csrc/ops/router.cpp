@@ -1,14 +1,13 @@
 // The binding of the MoE router: its logits, the choice of experts, and the scores of the auxiliary loss
 // (router_loss.cpp). Each is an autograd node. A node saves the logits and the chosen experts (int32, 4 bytes each),
 // and computes scores again.
+#include "ops/router.h"
+
 #include <ATen/ops/empty.h>
 #include <transformer_engine/router.h>
 
-#include <string>
-
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
-#include "gemm/gemm.h"
 
 namespace te_torch {
 
@@ -17,12 +16,8 @@ namespace {
 constexpr const char* kTopk = "router_topk";
 constexpr const char* kScores = "router_scores";
 
-constexpr SavedInfo kLogits{"router logits", "the backward computes the scores again", kCallers, true};
-constexpr SavedInfo kChosenExperts{"chosen experts", "the gradient flows through them alone",
-                                   "a choice of each token's experts", true};
-
 using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Three = RouterTopk;
 
 enum class MapFormat { kBytes, kBits, kNone };
 
@@ -40,16 +35,6 @@ int32_t score_of(const char* op, std::string_view name) {
                     "', wanted softmax, sigmoid or sqrtsoftplus.");
   return TE_ROUTER_SQRTSOFTPLUS;
 }
-
-// The options of a choice, as the schemas have them.
-struct Choice {
-  int64_t topk = 0;
-  bool pre_softmax = false;
-  int64_t num_groups = 0;
-  int64_t group_topk = 0;
-  double scaling_factor = 1;
-  std::string score;
-};
 
 // ---- checks, on sizes that may be symbolic ----
 
@@ -77,7 +62,7 @@ void check_expert_groups(const Tensor& logits, int64_t topk, int64_t num_groups,
                     " experts; choose more groups, or fewer experts.");
 }
 
-void check_topk(const Tensor& logits, const OptionalTensor& bias, const Choice& choice) {
+void check_topk(const Tensor& logits, const OptionalTensor& bias, const RouterChoice& choice) {
   check_logits(kTopk, logits, choice.topk);
   check_expert_groups(logits, choice.topk, choice.num_groups, choice.group_topk);
   if (!bias.has_value()) return;
@@ -145,24 +130,6 @@ te_router_plan plan_of(const char* op, const Tensor& logits, int64_t topk, std::
 
 // ---- kernels ----
 
-Three topk_fwd(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
-               int64_t group_topk, double scaling_factor, std::string_view score, std::string_view map_format) {
-  const MapFormat format = map_format_of(kTopk, map_format);
-  check_topk(logits, bias, {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)});
-  const Tensor x = rows_of(logits);
-  te_router_plan plan = plan_of(kTopk, x, topk, score, format);
-  const Tensor floats = bias.has_value() ? rows_of(bias->to(at::kFloat)) : Tensor();
-  if (floats.defined()) plan.expert_bias = view_2d(floats, kTopk, "expert_bias");
-  plan.num_groups = static_cast<int32_t>(num_groups);
-  plan.group_topk = static_cast<int32_t>(group_topk);
-  plan.pre_softmax = pre_softmax;
-  plan.scaling_factor = static_cast<float>(scaling_factor);
-  const Tensor probs = at::empty(x.sizes(), x.options()), chosen = empty_chosen(x, topk), map = empty_map(x, format);
-  check(te_router_forward(&plan, view_2d(probs, kTopk, "probs"), view_2d(chosen, kTopk, "chosen"),
-                          map_view(kTopk, map, format), current_stream(x)));
-  return {probs, map, chosen};
-}
-
 Three topk_fwd_meta(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
                     int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
                     std::string_view map_format) {
@@ -176,19 +143,6 @@ void check_topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor& ch
   check_logits(kTopk, logits, topk);
   check_like_logits(kTopk, "dprobs", dprobs, logits, logits.scalar_type());
   check_chosen(chosen, logits, topk);
-}
-
-Tensor topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk, bool pre_softmax,
-                double scaling_factor, std::string_view score) {
-  check_topk_bwd(dprobs, logits, chosen, topk);
-  const Tensor x = rows_of(logits), dy = rows_of(dprobs), experts = rows_of(chosen);
-  te_router_plan plan = plan_of(kTopk, x, topk, score, MapFormat::kNone);
-  plan.pre_softmax = pre_softmax;
-  plan.scaling_factor = static_cast<float>(scaling_factor);
-  const Tensor dx = at::empty(x.sizes(), x.options());
-  check(te_router_backward(&plan, view_2d(dy, kTopk, "dprobs"), view_2d(experts, kTopk, "chosen"),
-                           view_2d(dx, kTopk, "dlogits"), current_stream(x)));
-  return dx;
 }
 
 Tensor topk_bwd_meta(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk, bool, double,
@@ -233,31 +187,64 @@ Tensor scores_bwd_meta(const Tensor& dscores, const Tensor& logits, std::string_
   return logits.new_empty_symint(logits.sym_sizes());
 }
 
+}  // namespace
+
+std::pair<Tensor, Tensor> router_choose(const Tensor& logits, const OptionalTensor& bias, const RouterChoice& choice,
+                                        const Tensor& map, std::string_view map_format) {
+  check_topk(logits, bias, choice);
+  const MapFormat format = map_format_of(kTopk, map_format);
+  const Tensor x = rows_of(logits);
+  te_router_plan plan = plan_of(kTopk, x, choice.topk, choice.score, format);
+  const Tensor floats = bias.has_value() ? rows_of(bias->to(at::kFloat)) : Tensor();
+  if (floats.defined()) plan.expert_bias = view_2d(floats, kTopk, "expert_bias");
+  plan.num_groups = static_cast<int32_t>(choice.num_groups);
+  plan.group_topk = static_cast<int32_t>(choice.group_topk);
+  plan.pre_softmax = choice.pre_softmax;
+  plan.scaling_factor = static_cast<float>(choice.scaling_factor);
+  const Tensor probs = at::empty(x.sizes(), x.options()), chosen = empty_chosen(x, choice.topk);
+  check(te_router_forward(&plan, view_2d(probs, kTopk, "probs"), view_2d(chosen, kTopk, "chosen"),
+                          map_view(kTopk, map, format), current_stream(x)));
+  return {probs, chosen};
+}
+
+Three router_topk_fwd(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
+                      int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
+                      std::string_view map_format) {
+  check_logits(kTopk, logits, topk);  // before the map has a shape
+  const Tensor map = empty_map(logits, map_format_of(kTopk, map_format));
+  const auto [probs, chosen] = router_choose(
+      logits, bias, {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)}, map, map_format);
+  return {probs, map, chosen};
+}
+
+Tensor router_topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor& chosen, int64_t topk, bool pre_softmax,
+                       double scaling_factor, std::string_view score) {
+  check_topk_bwd(dprobs, logits, chosen, topk);
+  const Tensor x = rows_of(logits), dy = rows_of(dprobs), experts = rows_of(chosen);
+  te_router_plan plan = plan_of(kTopk, x, topk, score, MapFormat::kNone);
+  plan.pre_softmax = pre_softmax;
+  plan.scaling_factor = static_cast<float>(scaling_factor);
+  const Tensor dx = at::empty(x.sizes(), x.options());
+  check(te_router_backward(&plan, view_2d(dy, kTopk, "dprobs"), view_2d(experts, kTopk, "chosen"),
+                           view_2d(dx, kTopk, "dlogits"), current_stream(x)));
+  return dx;
+}
+
+namespace {
+
 // ---- autograd nodes ----
 
-constexpr const char* kLogitsOp = "router_logits";
-constexpr SavedInfo kRouterInput{"router input", "the weight's gradient is taken with it", kCallers};
-
-// x weight^T in float32 of operands in their own dtype; the gradients are products in float32, rounded once.
 struct LogitsFamily {
-  static constexpr const char* kName = kLogitsOp;
+  static constexpr const char* kName = kRouterLogitsOp;
   struct State {};
   enum Saved { kX, kWeight };
 
   template <class Mode>
-  static Tensor multiply(const Tensor& a, const Tensor& b, std::string_view layout) {
-    return std::get<0>(Mode::template call<gemm>("te::gemm", a, b, layout, std::string_view("none"), OptionalTensor(),
-                                                 OptionalTensor(), std::optional<at::ScalarType>(at::kFloat)));
-  }
-
-  template <class Mode>
   static variable_list forward(State&, SaveContext& save, const Tensor& x, const Tensor& weight) {
-    check_float(x, kLogitsOp, "x");
-    check_float(weight, kLogitsOp, "weight");
+    const Tensor logits = router_logits_fwd<Mode>(x, weight);
     save.keep(kX, x, kRouterInput);
     save.keep(kWeight, weight, kParameter);
-    const bool same = x.scalar_type() == weight.scalar_type();
-    return {multiply<Mode>(same ? weight : weight.to(at::kFloat), same ? x : x.to(at::kFloat), "TN")};
+    return {logits};
   }
 
   template <class Mode>
@@ -265,16 +252,15 @@ struct LogitsFamily {
                                 const variable_list& grads) {
     variable_list out(2);
     if (!grads[0].defined()) return out;
-    const Tensor &x = saved[kX], &weight = saved[kWeight];
-    if (wanted[0]) out[0] = multiply<Mode>(weight.to(at::kFloat), grads[0], "NN").to(x.scalar_type());
-    if (wanted[1]) out[1] = multiply<Mode>(x.to(at::kFloat), grads[0], "NT").to(weight.scalar_type());
+    if (wanted[0]) out[0] = router_logits_dx<Mode>(grads[0], saved[kX], saved[kWeight]);
+    if (wanted[1]) out[1] = router_logits_dweight<Mode>(grads[0], saved[kX], saved[kWeight]);
     return out;
   }
 };
 
 struct TopkFamily {
   static constexpr const char* kName = kTopk;
-  using State = Choice;
+  using State = RouterChoice;
   enum Saved { kX, kExperts };
 
   template <class Mode>
@@ -283,9 +269,9 @@ struct TopkFamily {
                                double scaling_factor, std::string_view score, std::string_view map_format) {
     state = {topk, pre_softmax, num_groups, group_topk, scaling_factor, std::string(score)};
     const auto [probs, map, chosen] =
-        Mode::template call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
-                                      scaling_factor, score, map_format);
-    save.keep(kX, logits, kLogits);
+        Mode::template call<router_topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups,
+                                             group_topk, scaling_factor, score, map_format);
+    save.keep(kX, logits, kRouterLogits);
     save.keep(kExperts, chosen, kChosenExperts);
     return {probs, map, chosen};
   }
@@ -294,8 +280,9 @@ struct TopkFamily {
   static variable_list backward(const State& state, const Wanted& wanted, const NamedTensors& saved,
                                 const variable_list& grads) {
     if (!wanted[0] || !grads[0].defined()) return {};
-    return {Mode::template call<topk_bwd>("te::router_topk_bwd", grads[0], saved[kX], saved[kExperts], state.topk,
-                                          state.pre_softmax, state.scaling_factor, std::string_view(state.score))};
+    return {Mode::template call<router_topk_bwd>("te::router_topk_bwd", grads[0], saved[kX], saved[kExperts],
+                                                 state.topk, state.pre_softmax, state.scaling_factor,
+                                                 std::string_view(state.score))};
   }
 };
 
@@ -312,7 +299,7 @@ struct ScoresFamily {
     state.score = std::string(score);
     const auto [scores, map] =
         Mode::template call<scores_fwd>("te::router_scores_fwd", logits, topk, score, map_format);
-    save.keep(kX, logits, kLogits);
+    save.keep(kX, logits, kRouterLogits);
     return {scores, map};
   }
 
@@ -347,8 +334,8 @@ Three topk_autograd(const Tensor& logits, const OptionalTensor& bias, int64_t to
 Three topk_dispatched(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,
                       int64_t num_groups, int64_t group_topk, double scaling_factor, std::string_view score,
                       std::string_view map_format) {
-  return Dispatched::call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
-                                    scaling_factor, score, map_format);
+  return Dispatched::call<router_topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups,
+                                           group_topk, scaling_factor, score, map_format);
 }
 
 Two scores_autograd(const Tensor& logits, int64_t topk, std::string_view score, std::string_view map_format) {
@@ -360,7 +347,7 @@ Two scores_dispatched(const Tensor& logits, int64_t topk, std::string_view score
   return Dispatched::call<scores_fwd>("te::router_scores_fwd", logits, topk, score, map_format);
 }
 
-// ---- called by Python in eager mode ----
+}  // namespace
 
 Tensor router_logits(const Tensor& x, const Tensor& weight) {
   if (must_dispatch({&x, &weight})) return Dispatched::call<logits_autograd>("te::router_logits", x, weight);
@@ -368,22 +355,26 @@ Tensor router_logits(const Tensor& x, const Tensor& weight) {
   return Node<LogitsFamily, Direct>::run(x, weight)[0];
 }
 
-Three topk(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
-           int64_t group_topk, double scaling_factor, const std::string& score_name, const std::string& format_name) {
+Three router_topk(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax, int64_t num_groups,
+                  int64_t group_topk, double scaling_factor, const std::string& score_name,
+                  const std::string& format_name) {
   const std::string_view score(score_name), format(format_name);
   if (must_dispatch({&logits, pointer_to(bias)})) {
     return Dispatched::call<topk_autograd>("te::router_topk", logits, bias, topk, pre_softmax, num_groups, group_topk,
                                            scaling_factor, score, format);
   }
   if (!needs_graph({&logits})) {
-    return Direct::call<topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
-                                  scaling_factor, score, format);
+    return Direct::call<router_topk_fwd>("te::router_topk_fwd", logits, bias, topk, pre_softmax, num_groups, group_topk,
+                                         scaling_factor, score, format);
   }
   const variable_list out = Node<TopkFamily, Direct>::run(logits, bias, topk, pre_softmax, num_groups, group_topk,
                                                           scaling_factor, score, format);
   return {out[0], out[1], out[2]};
 }
 
+namespace {
+
+// Called by Python in eager mode.
 Two scores(const Tensor& logits, int64_t topk, const std::string& score_name, const std::string& format_name) {
   const std::string_view score(score_name), format(format_name);
   if (must_dispatch({&logits})) {
@@ -399,11 +390,11 @@ Two scores(const Tensor& logits, int64_t topk, const std::string& score_name, co
 TE_OP_REGISTRATION(router, ops) {
   ops.op("router_topk_fwd(Tensor logits, Tensor? expert_bias, int topk, bool pre_softmax, int num_groups, int "
          "group_topk, float scaling_factor, str score_function, str map_format) -> (Tensor, Tensor, Tensor)")
-      .kernel(topk_fwd)
+      .kernel(router_topk_fwd)
       .meta(topk_fwd_meta);
   ops.op("router_topk_bwd(Tensor dprobs, Tensor logits, Tensor chosen, int topk, bool pre_softmax, float "
          "scaling_factor, str score_function) -> Tensor")
-      .kernel(topk_bwd)
+      .kernel(router_topk_bwd)
       .meta(topk_bwd_meta);
   ops.op("router_scores_fwd(Tensor logits, int topk, str score_function, str map_format) -> (Tensor, Tensor)")
       .kernel(scores_fwd)
@@ -419,7 +410,7 @@ TE_OP_REGISTRATION(router, ops) {
          "float scaling_factor, str score_function, str map_format) -> (Tensor, Tensor, Tensor)")
       .composite(topk_dispatched)
       .autograd(topk_autograd)
-      .python(topk);
+      .python(router_topk);
   ops.op("router_scores(Tensor logits, int topk, str score_function, str map_format) -> (Tensor, Tensor)")
       .composite(scores_dispatched)
       .autograd(scores_autograd)

@@ -189,8 +189,8 @@ pybind11::object saved_hooks(pybind11::object handler);
 void push_hooks(const pybind11::object& hooks);
 void pop_hooks(const pybind11::object& hooks);
 
-// Whether a handler without hooks around it keeps a leaf as it is: a parameter, while nobody observes saved tensors.
-// Without the GIL too.
+// Whether a handler without hooks around it keeps a leaf as it is: a parameter, while there are no observers. Without
+// the GIL too.
 bool keeps_leaf(const Tensor& leaf);
 
 // Unpacks a saved tensor. fetch: calls fetch() for all its parts before the first is read.

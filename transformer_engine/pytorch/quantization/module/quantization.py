@@ -218,9 +218,11 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
     def of_products(self, module: torch.nn.Module) -> list[object]:
         """of_product() of each product, in eager mode: one entry if it serves all, none in high precision."""
         first = self.of_product(module, module._products[0])
+        if first is None:
+            return []
         own = self.own
-        if first is None or own.shared is not None:
-            return [] if first is None else [first]
+        if own.shared is not None:
+            return [first]
         kind = RECORD if own.rule is None else kind_of_call(module, recompute_phase())
         return [first, *(own.product(i, kind) for i in range(1, len(module._products)))]
 
