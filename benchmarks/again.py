@@ -4,7 +4,8 @@ python benchmarks/again.py --results DIR [--seconds 540] [BENCH ...] [OPTIONS]
 
 Run the same command until it exits 0; it exits 3 while cases are left. DIR keeps the rows and which cases are done
 (again.json), so a chunk may run on another machine of the same kind if DIR travels; another commit starts afresh.
-BENCH: default all that need one device. OPTIONS go to each bench. A case that raises is named, and is not tried again.
+BENCH: default all that need one device. OPTIONS go to each bench. A case that raises is named, and is not tried again;
+on a GPU the chunk ends there, since the error may hold for all that follows in its process.
 Merge the rows with report.py --merge DIR/<device>.csv."""
 
 import argparse
@@ -17,6 +18,7 @@ import traceback
 import common
 import rows
 import several
+import torch
 
 LEFT = 3  # exit code while cases are left
 
@@ -30,6 +32,9 @@ class Progress:
         same = there.get("commit") == commit
         self._kept = there if same else {"commit": commit, "done": [], "failed": []}
         self._granted, self.bench, self.left = [], "", set()
+
+    def begin(self, bench):
+        self.bench, self._granted = bench, []
 
     @property
     def failed(self):
@@ -55,12 +60,9 @@ class Progress:
         self._write()
 
     def fail(self):
-        """The last granted case has raised. Whether there is one; else the bench itself has."""
-        blamed = bool(self._granted)
-        self.failed.append(self._granted.pop() if blamed else self.bench)
+        """The last granted case has raised; without one, the bench itself."""
+        self.failed.append(self._granted.pop() if self._granted else self.bench)
         self.close()
-        self._granted = []
-        return blamed
 
     def _write(self):
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,17 +75,24 @@ def one_device():
     return [name for name in found if not name.endswith("parallel.py")]
 
 
-def comes_to_its_end(progress, options):
-    """Runs a bench; False if a case raised, without which it can be run again."""
-    try:
-        code = several.run(progress.bench, options)
-    except Exception:
-        traceback.print_exc()
-        return not progress.fail()
-    progress.close()
-    if code:
-        print(f"again: {progress.bench}: {code}", flush=True)
-    return True
+def exit_code_of(bench, progress, options):
+    """Runs a bench to its end, without the cases that raise."""
+    while bench not in progress.failed:
+        progress.begin(bench)
+        try:
+            code = several.run(bench, options)
+        except Exception:
+            traceback.print_exc()
+            progress.fail()
+            if torch.cuda.is_initialized():
+                print(f"again: {bench} raised; run the same command again", flush=True)
+                sys.exit(LEFT)
+            continue
+        progress.close()
+        if code:
+            print(f"again: {bench}: {code}", flush=True)
+        return code
+    return 0
 
 
 def main():
@@ -95,15 +104,13 @@ def main():
     options = ["--results", str(given.results), *(one for one in others if not one.startswith("bench_"))]
     progress = Progress(given.results / "again.json", rows.commit(), given.seconds)
     common.Bench.chunk = progress.starts
-    for progress.bench in benches:
-        while not comes_to_its_end(progress, options):
-            pass
+    codes = [exit_code_of(bench, progress, options) for bench in benches]
     for name in progress.failed:
         print(f"again: failed: {name}")
     if progress.left:
         print(f"again: {len(progress.left)} cases are left; run the same command again")
         sys.exit(LEFT)
-    sys.exit(bool(progress.failed))
+    sys.exit(bool(progress.failed or any(codes)))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,8 @@ def restore(path: Path, model: nn.Module, optimizer: DataParallelAdamW, identity
     """Loads the model and the optimizer, and returns the number of steps that they have taken."""
     if not path.is_dir():
         raise ExampleError(f"--resume: no folder {path}: train with --data-parallel first, or correct --out, --name")
+    if not (path / ".metadata").exists():
+        raise ExampleError(f"--resume: {path} has no .metadata, so it is no file of all ranks; start from step 0")
     progress = {"progress": ""}
     dcp.load(progress, checkpoint_id=path)
     progress = json.loads(progress["progress"])

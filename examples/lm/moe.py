@@ -58,7 +58,9 @@ class Mixtures:
         rows = config.tokens // config.accumulate * config.topk
         row_bytes = 2 * config.expert_hidden * weight.element_size() + 8  # the pre-activation, a probability, a token
         pages = len(self.parts) * (rows * row_bytes // PAGE_BYTES + 2)
-        self.pages = te.stash.PagedStash(PAGE_BYTES, device_pages=0, host_pages=pages, device=weight.device)
+        self.pages = te.stash.PagedStash(
+            PAGE_BYTES, device_pages=0, host_pages=pages, device=weight.device, overflow="raise_at_step_end"
+        )
         for part in self.parts:
             part.moe.stash = self.pages
 

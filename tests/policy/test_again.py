@@ -27,9 +27,11 @@ def main():
 @pytest.fixture
 def again(tmp_path):
     (tmp_path / "bench_fake.py").write_text(FAKE)
+    (tmp_path / "bench_gone.py").write_text("import no_such_module")
+    (tmp_path / "bench_peers.py").write_text("import sys\n\ndef main():\n    sys.exit('peers failed')")
 
-    def run(*options, commit="abc1234"):
-        command = [sys.executable, BENCHMARKS / "again.py", "--results", tmp_path / "rows", "bench_fake.py", *options]
+    def run(*options, commit="abc1234", bench="bench_fake.py"):
+        command = [sys.executable, BENCHMARKS / "again.py", "--results", tmp_path / "rows", bench, *options]
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
         paths = {"PYTHONPATH": str(tmp_path), "TE_COMMIT": commit}
         return subprocess.run(
@@ -61,3 +63,17 @@ def test_another_commit_starts_afresh(again):
     assert done == {"commit": "abc1234", "done": ["bench_fake.py 1 fake fp32 1 keeps"], "failed": []}
     assert again("--only", "fake fp32 1", commit="def5678").returncode == 0
     assert again.measured() == ["1", "1"] and again.kept()["commit"] == "def5678"
+
+
+def test_a_bench_that_fails_is_named_itself(again):
+    once = again("bench_gone.py")
+    assert once.returncode == 1 and "no_such_module" in once.stderr
+    assert again.kept()["failed"] == ["bench_fake.py 1 fake fp32 2 keeps", "bench_gone.py"]
+    assert again.kept()["done"] == ["bench_fake.py 1 fake fp32 1 keeps", "bench_fake.py 1 fake fp32 3 keeps"]
+    again("bench_gone.py")
+    assert again.kept()["failed"] == ["bench_fake.py 1 fake fp32 2 keeps", "bench_gone.py"]
+
+
+def test_peers_that_fail_are_an_error(again):
+    found = again(bench="bench_peers.py")
+    assert found.returncode == 1 and "peers failed" in found.stdout

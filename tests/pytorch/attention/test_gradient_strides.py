@@ -171,6 +171,15 @@ def test_recomputed(device):
     check_close(got[1:], exact(module, consumer, tensors)[1:], torch.bfloat16, factor=4)
 
 
+def test_compiled_autograd(device):
+    """Its graph of an eager forward has the hook too."""
+    module = te.DotProductAttention(HEADS, WIDTH, GROUPS, qkv_format="sbhd")
+    tensors, consumer = inputs(device, "sbhd"), CONSUMERS["turned"]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        got = step(module, consumer, tensors)
+    check_close(got[1:], exact(module, consumer, tensors)[1:], torch.bfloat16, factor=4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cudnn_keeps_its_plan(backend):

@@ -44,6 +44,14 @@ def test_a_shard_computes_nothing():
         shard + 1
 
 
+def test_a_shard_of_an_older_pickle():
+    """It has the attributes of its time."""
+    shard = FlatShard(torch.arange(4.0), (3, 2), 1, 5)
+    del shard.own_shape, shard.cut
+    assert shard.place == ((3, 2), 1, 5, None) and "elements 1 to 5 of [3, 2]" in repr(shard)
+    assert [tuple(c.sizes) for c in shard.__create_chunk_list__()] == [(1, 1), (1, 2), (1, 1)]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("dcp"))

@@ -105,11 +105,14 @@ def explained(rank, overlap="chunked", **options):
 def python_calls(run, *args):
     """The number of functions of Python that run(*args) calls."""
     calls = []
+    gc.collect()
+    gc.disable()  # finalizers are calls too
     sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
     try:
         run(*args)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return len(calls)
 
 

@@ -102,3 +102,14 @@ def test_logits_are_those_of_products(dtypes, device):
 def test_opcheck_of_logits(device):
     x, weight = (torch.randn(n, HIDDEN, device=device).requires_grad_() for n in (5, 7))
     torch.library.opcheck(torch.ops.te.router_logits.default, (x, weight))
+
+
+def test_a_bias_outside_of_the_buffers(device):
+    """A parameter in its place leaves the module's buffers."""
+    ours, bias = build(device, expert_bias=True), torch.linspace(-1, 1, EXPERTS, device=device)
+    x = torch.randn(5, HIDDEN, device=device)
+    ours.expert_bias.copy_(bias)
+    want = ours(x).routing_map
+    del ours.expert_bias
+    ours.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+    assert torch.equal(ours(x).routing_map, want)

@@ -5,6 +5,8 @@ import pytest
 import torch
 from support import assert_same_bits, refused
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_engine.pytorch import functional
 from transformer_engine.pytorch.verdict import SplitVerdict, reset_split_verdict, split_verdict
@@ -130,3 +132,24 @@ def test_bad_input(device):
         functional.router_rows(x, weight, TOPK, (0, EXPERTS), -1)
     with refused(ValueError, "router_logits", "'x'", "Double"):
         functional.router_rows(x.double(), weight, TOPK, (0, EXPERTS), 57)
+
+
+@pytest.mark.parametrize("counted", ["forward", "backward"])
+def test_recomputed_in_another_mode(counted, device):
+    """A mode of one pass alone takes the ops there, which save as many tensors."""
+    x, weight = build(device)
+    want = torch.autograd.grad(functional.router_rows(x, weight, TOPK, (1, 6), 40)[1].sum(), (x, weight))
+
+    def within(pass_, call):
+        if pass_ != counted:
+            return call()
+        with FlopCounterMode(display=False):
+            return call()
+
+    def run(x, weight):
+        return functional.router_rows(x, weight, TOPK, (1, 6), 40)[1]
+
+    out = within("forward", lambda: checkpoint(run, x, weight, use_reentrant=False))
+    got = within("backward", lambda: torch.autograd.grad(out.sum(), (x, weight)))
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)

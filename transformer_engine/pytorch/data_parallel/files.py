@@ -45,7 +45,8 @@ def _as_saved(shard: Shard, value: Any, cut: Cut | None) -> Any:
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    _check_cuts(optimizer)
+    if (unknown := unknown_cut(optimizer)) is not None:
+        raise ValueError(f"{OP}.state_dict: {unknown}")
     number, groups = {}, []
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -58,16 +59,17 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     return {"state": {i: state for i, state in states.items() if state}, "param_groups": groups}
 
 
-def _check_cuts(optimizer: Any) -> None:
-    """Raises ValueError for a parameter of which each tensor-parallel rank has a part, if it is not known which."""
+def unknown_cut(optimizer: Any) -> str | None:
+    """Names a parameter of which each tensor-parallel rank has a part, if it is not known which."""
     held = bucket_groups_of(optimizer.ddps)
     for p, cut in optimizer._cuts.items():
         if cut is None and p in held:
-            raise ValueError(
-                f"{OP}.state_dict: parameter '{held[p].names[p]}' of shape {list(p.shape)} is marked "
-                "tensor_model_parallel without the dimension that is divided, wanted its attribute partition_dim, and "
-                "partition_stride parts that divide that dimension: a file has the states of the whole parameter."
+            return (
+                f"parameter '{held[p].names[p]}' of shape {list(p.shape)} is marked tensor_model_parallel without the "
+                "dimension that is divided, wanted its attribute partition_dim, and partition_stride parts that divide "
+                "that dimension: a file has the states of the whole parameter."
             )
+    return None
 
 
 def load(optimizer: Any, given: Mapping[str, Any]) -> None:

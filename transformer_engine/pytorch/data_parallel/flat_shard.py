@@ -84,7 +84,7 @@ class FlatShard(torch.Tensor):
     own_shape: tuple[int, ...]
     start: int
     end: int
-    cut: Cut | None
+    cut: Cut | None = None
 
     @staticmethod
     def __new__(
@@ -111,17 +111,18 @@ class FlatShard(torch.Tensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], int, int, Cut | None]:
-        return self.own_shape, self.start, self.end, self.cut
+        # A pickle of before there were cuts has none, and no own_shape.
+        return self.__dict__.get("own_shape", tuple(self.shape)), self.start, self.end, self.cut
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         of = "" if self.cut is None else f", part {self.cut.rank} of {self.cut.ranks} of {list(self.shape)}"
-        return f"FlatShard(elements {self.start} to {self.end} of {list(self.own_shape)}{of}, {self.dtype})"
+        return f"FlatShard(elements {self.start} to {self.end} of {list(self.place[0])}{of}, {self.dtype})"
 
     # The protocol of torch.distributed.checkpoint.
 
     def _pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Rectangular parts of the whole tensor: where they begin, and their values, in its memory."""
-        for box in boxes(self.own_shape, self.start, self.end):
+        for box in boxes(self.place[0], self.start, self.end):
             first = box.first - self.start
             values = self.local[first : first + math.prod(box.sizes)].view(box.sizes)
             if self.cut is None:

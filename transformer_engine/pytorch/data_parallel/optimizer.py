@@ -3,6 +3,7 @@ this rank's shards. How elements are stepped is steps.py's, what is saved files.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,6 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._norm = GradNorm(every, self.ddps[0], tp_group, grad_stats_group)
         self._tp_group = tp_group
         self._cuts = _cuts_of(self.ddps, tp_group)
+        if (unknown := files.unknown_cut(self)) is not None:
+            warnings.warn(f"{OP}: state_dict() will raise: {unknown}", stacklevel=2)
         marked = [s for s in every if getattr(s.param, "sequence_parallel", False) is True]
         self._summed = marked if tp_group is not None and ranks_of(OP, "tp_group", tp_group) > 1 else []
         super().__init__(optimizer.param_groups, optimizer.defaults)

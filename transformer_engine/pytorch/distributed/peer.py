@@ -67,8 +67,9 @@ def peer_channel(op: str, group: str, device: torch.device) -> None:
             f"{op}: the ranks of the group '{group}' have not met, which is impossible while a graph is captured; run "
             "the same call once before the capture."
         )
-    _channels[group, device] = meeting = _Meeting(op, group, device)
-    meeting.channel.note_met()
+    meeting = _Meeting(op, group, device)
+    meeting.channel.note_met()  # before another thread sees it: that drops meetings that have not ended
+    _channels[group, device] = meeting
     _outlived[:] = [meeting for meeting in _outlived if not meeting.channel.can_close()]
 
 

@@ -128,6 +128,9 @@ class TopKRouter(TransformerEngineBaseModule):
         weight = self._parameters.get("weight")  # faster than the search of torch's __getattr__
         if weight is None:  # a parametrization computes it
             weight = self.weight
+        bias = self._buffers.get("expert_bias", False)
+        if bias is False:  # it is a parameter or a plain attribute
+            bias = self.expert_bias
         grouped = self.group_topk is not None
         choice = {
             "pre_softmax": self.use_pre_softmax,
@@ -135,7 +138,7 @@ class TopKRouter(TransformerEngineBaseModule):
             "group_topk": self.group_topk if grouped else 0,
             "scaling_factor": 1.0 if self.scaling_factor is None else self.scaling_factor,
             "score_function": self.score_function,
-            "expert_bias": self._buffers["expert_bias"],
+            "expert_bias": bias,
         }
         if rows is not None:
             return self._rows(inp, weight, rows, choice)

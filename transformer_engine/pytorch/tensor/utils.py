@@ -373,8 +373,8 @@ def post_all_gather_processing(model_weights: QuantizedTensorStorage | Sequence[
 @torch.no_grad()
 def clear_columnwise_cache(model_weights: QuantizedTensorStorage | Sequence[QuantizedTensorStorage]) -> None:
     """Drops columnwise data, and memory that is reserved for them; the next forward that needs them derives them from
-    the rowwise data. Errors: as of post_all_gather_processing, and RuntimeError for data that a captured graph
-    reads."""
+    the rowwise data. A DistributedOptimizer that steps FP8 weights holds theirs until its next step. Errors: as of
+    post_all_gather_processing, and RuntimeError for data that a captured graph reads."""
     weights = _derivable("clear_columnwise_cache", model_weights)
     if any(w._keeps_columnwise for w in weights):
         raise RuntimeError(

@@ -1,6 +1,7 @@
 // grouped_mlp is two layers with a weight for each group of rows as one node: before the second GEMM an activation,
 // whose rows may be multiplied by a scale each. This file has its schema and the Python entry.
-// - Of rows that belong to no group nothing is read; the node's output, x's gradient and the scale's are zero there.
+// - Of rows that belong to no group nothing is read; the node's output and x's gradient are zero there, and so is
+//   the scale's gradient where zero_scale_tail is true.
 // - With a map x has tokens, of which each group's rows are gathered: in the forward, and again in the backward. With
 //   sum_rows the output has the sums of each token's rows.
 #include "core/op_registration.h"

@@ -3,11 +3,15 @@
 // result of torch's own attention needs.
 #include "ops/attention_call.h"
 
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <transformer_engine/transformer_engine.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <initializer_list>
+#include <memory>
 #include <numeric>
 
 #include "autograd/autograd.h"
@@ -353,16 +357,36 @@ Tensor readable_gradient(const Tensor& grad, c10::SymIntArrayRef strides, bool s
   return grad.permute(order).clone(at::MemoryFormat::Contiguous).permute(back);
 }
 
+// Before the node of a result; compiled autograd calls it too, which it does not for a hook by register_hook() in C++.
+class GradientReader final : public torch::autograd::FunctionPreHook {
+ public:
+  GradientReader(const Tensor& out, bool same_strides) : output_(out.output_nr()) {
+    const auto of = out.sym_strides();
+    read_ = [strides = std::vector<c10::SymInt>(of.begin(), of.end()), same_strides](const at::TensorBase& grad) {
+      return grad.defined() ? at::TensorBase(readable_gradient(Tensor(grad), strides, same_strides)) : grad;
+    };
+  }
+  variable_list operator()(const variable_list& grads) override {
+    variable_list read = grads;
+    read[output_] = Tensor(read_(grads[output_]));
+    return read;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.add_cpp_single_tensor_pre_hook(read_, output_);
+  }
+
+ private:
+  size_t output_;
+  std::function<at::TensorBase(const at::TensorBase&)> read_;
+};
+
 // A result [b, h, s, d] of torch's kernels in another order of dimensions; a hook in C++, which tracers follow, makes
 // its gradient one that they read: at addresses of whole 16 bytes, which none of them checks, and, with same_strides,
 // with the strides of the result: torch keeps cuDNN's plans by the strides of q, k and v alone, so a backward by a plan
 // of other strides returns wrong gradients.
 Tensor attention_result(const Tensor& out, at::IntArrayRef order, bool same_strides) {
-  if (needs_graph({&out})) {
-    const auto of = out.sym_strides();
-    out.register_hook([strides = std::vector<c10::SymInt>(of.begin(), of.end()), same_strides](const Tensor& grad) {
-      return grad.defined() ? readable_gradient(grad, strides, same_strides) : grad;
-    });
+  if (needs_graph({&out}) && out.grad_fn() != nullptr) {
+    out.grad_fn()->add_tensor_pre_hook(std::make_unique<GradientReader>(out, same_strides));
   }
   return out.permute(order);
 }

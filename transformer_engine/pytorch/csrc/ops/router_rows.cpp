@@ -29,7 +29,8 @@ struct RouterRowsFamily {
     int64_t experts = 0;
     size_t logits = 0, x = 0;  // numbers of outputs; 0: no output
   };
-  enum Saved { kX, kWeight, kLogits, kExperts, kMap };
+  // As many as those of the three ops: a checkpoint's recomputation may take the other way, and counts them.
+  enum Saved { kX, kWeight, kLogits, kExperts, kExpertsOfMap, kMap };
 
   template <class Mode>
   static variable_list forward(State& state, SaveContext& save, const Tensor& x, const Tensor& weight,
@@ -46,6 +47,7 @@ struct RouterRowsFamily {
     save.keep(kWeight, weight, kParameter);
     save.keep(kLogits, logits, kRouterLogits);
     save.keep(kExperts, chosen, kChosenExperts);
+    save.keep(kExpertsOfMap, chosen, kChosenExperts);
     save.keep(kMap, row_of_pair, kRowsOfToken);
     variable_list out{row_probs, token_of_row, row_of_pair, offsets};
     if (!call.counts.defined()) out.push_back(counts);
@@ -63,7 +65,7 @@ struct RouterRowsFamily {
     Tensor dlogits = grad(state.logits);
     if (grads[0].defined() && (wanted[0] || wanted[1])) {
       const Tensor dprobs = Mode::template call<permute_routing_bwd>(
-          "te::permute_routing_bwd", grads[0], saved[kExperts], saved[kMap], c10::SymInt(state.experts));
+          "te::permute_routing_bwd", grads[0], saved[kExpertsOfMap], saved[kMap], c10::SymInt(state.experts));
       const Tensor chosen =
           Mode::template call<router_topk_bwd>("te::router_topk_bwd", dprobs, saved[kLogits], saved[kExperts], c.topk,
                                                c.pre_softmax, c.scaling_factor, std::string_view(c.score));
