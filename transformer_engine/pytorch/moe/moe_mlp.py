@@ -251,11 +251,11 @@ class MoEMLP(Composite):
         """The rows, and the experts' output, between the schedulers of the stash."""
         source = stash.pre_schedule(tokens)
         try:
-            own = isinstance(routed, _Rows)
-            rows = routed._replace(inp=source) if own else self._permuted(source, routed, counted)
+            rows = routed if isinstance(routed, _Rows) else self._permuted(source, routed, counted)
+            inp = source if rows is routed else rows.inp  # the rows' map gathers from the source
             # Nothing reads a row past the total, so a reload need not write there.
             with stash.group(self.stash_group, tail="keep"):
-                out = experts(rows.inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
+                out = experts(inp, rows.splits, rows.probs, is_first_microbatch, **rows.options)
         except BaseException:
             stash.post_schedule(tokens.detach())  # without a gradient it stores nothing, and the next call may begin
             raise

@@ -331,7 +331,7 @@ class PagedStash(_C.StashCore):
         captured, last = stream_captures(), self.step
         if is_graph_capturing():
             self._captured_reset = True
-        else:
+        elif self._pool is not None and self._pool.captured:
             for order in self._orders:
                 if captured:  # by the caller's own graph, whose replays begin steps
                     order.begins_itself = True

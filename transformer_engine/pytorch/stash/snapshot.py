@@ -100,7 +100,6 @@ class Snapshot:
                 raise TypeError(f"PagedStash.register: got a {type(module).__name__}, wanted a torch.nn.Module.")
             self._modules.append(module)
 
-    @torch.no_grad()
     def save(self, device: torch.device, captured: bool) -> None:
         if captured and self._replayed is None:
             self._replayed = torch.zeros((), device=device)
@@ -116,9 +115,11 @@ class Snapshot:
             parts = {id(part): part for module in self._modules for part in our_modules(module)}.values()
             self._runtimes = [part.runtime for part in parts]
             self._runtime_states = [part.runtime.snapshot(part, values=False) for part in parts]
-        self._save_buffers()
-        self._scales.save(self._states(device))
+        if self._modules:
+            self._save_buffers()
+            self._scales.save(self._states(device))
 
+    @torch.no_grad()
     def _save_buffers(self) -> None:
         buffers = [b for module in self._modules for b in module.buffers()]
         if len(self._buffers) == len(buffers) and all(
