@@ -108,6 +108,7 @@ def main():
     for name in progress.failed:
         print(f"again: failed: {name}")
     if progress.left:
+        print("\n".join(f"again: left: {name}" for name in sorted(progress.left)))
         print(f"again: {len(progress.left)} cases are left; run the same command again")
         sys.exit(LEFT)
     sys.exit(bool(progress.failed or any(codes)))

@@ -41,7 +41,7 @@ def main():
         print("bench_tune: cuBLASLt's products are on CUDA; nothing to measure here")
         return
     dtype = TORCH_DTYPES[DTYPE]
-    for (m, n, k), _ in GPU_SHAPES:
+    for m, n, k in GPU_SHAPES:
         case = Case("11", "linear_tuned", DTYPE, (m, n, k), "forward+backward", flops=6 * m * n * k)
         if bench.selects(case):
             module = te.Linear(k, n, bias=False, params_dtype=dtype, device=bench.device)

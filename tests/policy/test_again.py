@@ -77,3 +77,32 @@ def test_a_bench_that_fails_is_named_itself(again):
 def test_peers_that_fail_are_an_error(again):
     found = again(bench="bench_peers.py")
     assert found.returncode == 1 and "peers failed" in found.stdout
+
+
+CASES_OF_A_GPU = """
+import sys
+import torch, common
+import bench_gemm_fp8, bench_linear, bench_mlp, bench_transformer, bench_tune
+
+class Asked(common.Bench):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.cuda, self.device = True, torch.device("meta")
+
+    def selects(self, case):
+        asked.append(case.op)
+
+for bench in (bench_gemm_fp8, bench_linear, bench_mlp, bench_transformer, bench_tune):
+    asked, bench.Bench = [], Asked
+    sys.argv = ["bench", "--device", "cpu"]
+    bench.main()
+    print(bench.__name__, len(asked), asked[-1], flush=True)
+"""
+
+
+def test_a_gpus_cases_are_asked_for_on_a_cpu():
+    """Without memory: on the meta device. A wrong loop over a GPU's shapes is found here first."""
+    env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(BENCHMARKS), "TE_COMMIT": "abc1234"}
+    done = subprocess.run([sys.executable, "-c", CASES_OF_A_GPU], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bench_tune 5 layernorm_mlp_tuned" in done.stdout and "bench_transformer 18 " in done.stdout, done.stdout
