@@ -1,11 +1,9 @@
 # Gates in C++: a product that adds to main_grad itself counts its weight before the node's next product runs, and only
 # where autograd brings nothing more. The fake reduces what was there when a reduction started: one that starts early
 # loses gradients.
-import concurrent.futures
 import contextlib
 import copy
 import sys
-import threading
 
 import pytest
 import torch
@@ -245,31 +243,6 @@ def test_a_new_step_drops_products_that_wait_for_backward_dw(monkeypatch, option
             ddp.finish_grad_sync()
             found.append(module.layer.weight.main_grad.clone())
     assert all(torch.equal(found[0], other) for other in found)
-
-
-class Meeting(torch.nn.Parameter):
-    """Two threads meet where a gate reads its marks."""
-
-    meeting = None
-
-    @property
-    def grad_added_to_main_grad(self):
-        if self.meeting is not None:
-            self.meeting.wait(10)
-        raise AttributeError
-
-
-def test_two_backwards_at_once_lose_nothing(monkeypatch):
-    module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-    module.weight = weight = Meeting(torch.ones(WIDTH, WIDTH))
-    ddp = wrapped(monkeypatch, FakeCommunicator(), module, **OVERLAPPED)
-    ddp.zero_grad_buffer()
-    weight.meeting = threading.Barrier(2)
-    with ddp.no_sync(), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        losses = [ddp(torch.full((1, WIDTH), float(value))).sum() for value in (1, 2)]
-        for done in [pool.submit(loss.backward) for loss in losses]:
-            done.result()
-    assert (weight.main_grad == 3.0).all() and weight.grad is None
 
 
 def test_a_product_too_many(monkeypatch):

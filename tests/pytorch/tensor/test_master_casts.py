@@ -27,7 +27,7 @@ def other_memory(weight, master):
 
 
 def values_by_hand(weight, master):
-    weight.quantize_(torch.full(weight.shape, 0.75))
+    weight.quantize_(torch.full(weight.shape, 0.75, device=weight.device))
 
 
 def transpose_is_invalid(weight, master):
