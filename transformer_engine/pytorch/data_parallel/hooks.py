@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch._internal.capture_flag import is_graph_capturing, stream_captures
 from transformer_engine.pytorch._internal.torch_private import current_raw_stream, disable_dynamo
 from transformer_engine.pytorch.data_parallel.groups import BucketGroup, has_partial_step
 from transformer_engine.pytorch.data_parallel.order import gather_for
@@ -62,6 +63,7 @@ class WeightHooks:
         self.forward_handles: list[Any] = []
         self.gates: list[Any] = []
         self.wrapped_again: torch.Tensor | None = None
+        self.chained = True
         self._handles: list[Any] = []
         self._groups = {part: _groups(_read_by(part), group_of) for part in module.modules()}
         self._groups = {part: groups for part, groups in self._groups.items() if groups}
@@ -71,8 +73,21 @@ class WeightHooks:
             self._handles.append(part.register_load_state_dict_pre_hook(hook))
 
     def enable_forward(self, chained: bool) -> None:
+        """chained: whether a forward that waits starts the gathers after those that it has waited for."""
+        self.chained = chained
         for part, groups in self._groups.items():
-            self.forward_handles.append(part.register_forward_pre_hook(_before_forward(groups, chained)))
+            self.forward_handles.append(part.register_forward_pre_hook(_before_forward(groups, self)))
+
+    def wait_before_replay(self, params: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """For a captured callable that reads these parameters, as hooks of modules in it do not run in a replay. It
+        waits while hooks are enabled."""
+        hook = _before_forward([group for group in self.groups if not group.params.isdisjoint(params)], self)
+
+        def wait() -> None:
+            if self.forward_handles:
+                hook()
+
+        return wait
 
     def disable_forward(self) -> None:
         for handle in self.forward_handles:
@@ -121,10 +136,12 @@ def _groups(params: Iterable[torch.Tensor], group_of: dict[torch.Tensor, BucketG
     return tuple({id(group_of[p]): group_of[p] for p in params if p in group_of}.values())
 
 
-def _before_forward(groups: Sequence[BucketGroup], chained: bool) -> Callable[..., None]:
+def _before_forward(groups: Sequence[BucketGroup], owner: WeightHooks) -> Callable[..., None]:
     @disable_dynamo  # breaks a graph that is traced; costs more than all else here
     def wait() -> None:
-        if chained:
+        if is_graph_capturing() or stream_captures():
+            return  # the weights are whole: the capture has waited for them, and each replay does
+        if owner.chained:
             gather_for(groups)
             return
         for group in groups:
@@ -142,6 +159,7 @@ def _before_forward(groups: Sequence[BucketGroup], chained: bool) -> Callable[..
                 wait()
                 return
 
+    hook.rests_in_captures = True
     return hook
 
 

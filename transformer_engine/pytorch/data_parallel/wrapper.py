@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from transformer_engine.pytorch.data_parallel.report import (
     memory_of_buffers,
     timeline_of,
 )
+from transformer_engine.pytorch.graph.observers import find_weight_waits
 
 _group_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its group
 _hooks_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the hooks of its wrapper
@@ -555,6 +556,14 @@ def _hooks_there(params: Iterable[torch.Tensor]) -> dict[WeightHooks, torch.Tens
         if hooks is not None:
             found.setdefault(hooks, p)
     return found
+
+
+def _waits_before_replays(params: Sequence[torch.Tensor]) -> list[Callable[[], None]]:
+    """Of a captured callable that reads these parameters."""
+    return [hooks.wait_before_replay(params) for hooks in _hooks_there(params)]
+
+
+find_weight_waits(_waits_before_replays)
 
 
 def ensure_params_ready(params: Iterable[torch.Tensor]) -> None:

@@ -1,10 +1,13 @@
-"""Observers of captures: code with steps, and streams, of its own, such as a stash. Nothing is captured here."""
+"""Observers of captures: code with steps, and streams, of its own, such as a stash, and code whose weights come late,
+such as data parallelism. Nothing is captured here."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
 
@@ -40,6 +43,23 @@ def capture_ends() -> None:
 def captured(order: ReplayOrder) -> None:
     for observer in _observers:
         observer.captured(order)
+
+
+# ---- weights that come late ----
+
+WeightWait = Callable[[], None]
+
+_finders: list[Callable[[Sequence[torch.Tensor]], Sequence[WeightWait]]] = []
+
+
+def find_weight_waits(find: Callable[[Sequence[torch.Tensor]], Sequence[WeightWait]]) -> None:
+    """find(parameters): functions that wait until these are whole. They run before the captures of what reads them, and
+    before each replay: hooks of modules in a graph do not run there."""
+    _finders.append(find)
+
+
+def weight_waits(parameters: Sequence[torch.Tensor]) -> tuple[WeightWait, ...]:
+    return tuple(wait for find in _finders for wait in find(parameters))
 
 
 # ---- events for work outside of a graph ----

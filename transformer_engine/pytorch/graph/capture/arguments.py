@@ -83,7 +83,7 @@ def check_modules(modules: Sequence[object]) -> None:
                 "reset() first."
             )
         hooked = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-        if any(hooked):
+        if not all(getattr(hook, "rests_in_captures", False) for hooks in hooked for hook in hooks.values()):
             raise ValueError(
                 f"{OP}: {callable_name(module, i)} of 'modules' has hooks, which a graph does not call; remove them, "
                 "and register them after the capture: they then run around each replay."

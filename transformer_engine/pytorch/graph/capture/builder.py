@@ -16,6 +16,7 @@ from transformer_engine.pytorch.graph.capture.version_bumps import new_outputs
 from transformer_engine.pytorch.graph.memory.buffers import overlap_range_of, spans_overlap
 from transformer_engine.pytorch.graph.memory.in_flight import CapturedMicrobatch, InFlight
 from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
+from transformer_engine.pytorch.graph.observers import weight_waits
 from transformer_engine.pytorch.graph.recorded.captured import (
     BackwardGraph,
     CallState,
@@ -95,6 +96,7 @@ class GraphedBuilder:
             inputs_requiring_grad=func.inputs_requiring_grad,
             parameters=[p for p, _ in params],
             frozen=func.frozen,
+            weight_waits=() if module is None else weight_waits(list(module.parameters())),
             captured_no_grad=not func.modes.grad,
             offloads=offloads,
             peer_channels=list(self.peer_channels),

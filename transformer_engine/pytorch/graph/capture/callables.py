@@ -29,6 +29,7 @@ from transformer_engine.pytorch.graph.capture.capture import Capture
 from transformer_engine.pytorch.graph.capture.module_patch import patch_module
 from transformer_engine.pytorch.graph.capture.plan import CapturePlan, Hooks
 from transformer_engine.pytorch.graph.describe import OP, callable_name, short_repr
+from transformer_engine.pytorch.graph.observers import weight_waits
 from transformer_engine.pytorch.graph.recorded.main_grads import fused_weights
 from transformer_engine.pytorch.graph.recorded.quantization import WeightFlag
 from transformer_engine.pytorch.graph.replay.signature import Signature
@@ -161,6 +162,8 @@ def make_graphed_callables(
         post_warmup_hook=post_warmup_hook,
         delays_wgrad=delays_wgrad,
     )
+    for wait in weight_waits([p for module in plan.torch_modules() for p in module.parameters()]):
+        wait()
     graphed = Capture(plan, list(get_all_rng_states().values())).run()
     for one in graphed if weight_flag is not None else ():
         weight_flag.record(one.record.cached_weights)

@@ -151,6 +151,8 @@ class Graphed:
                 checks.check_frozen()
         elif grad:
             checks.check_no_grad()
+        for wait in record.weight_waits:
+            wait()
         watched = own_region = restore_scales = None
         if record.scales.parts:
             watched, own_region, restore_scales = self._enter_scales(grad, backward, cuda_graph_stream)

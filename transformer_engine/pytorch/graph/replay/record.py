@@ -13,6 +13,7 @@ from transformer_engine.pytorch.graph.memory.aliased_grads import AliasedGrads
 from transformer_engine.pytorch.graph.memory.buffers import copy_into_static
 from transformer_engine.pytorch.graph.memory.in_flight import CapturedMicrobatch, InFlight
 from transformer_engine.pytorch.graph.memory.replay_order import ReplayOrder
+from transformer_engine.pytorch.graph.observers import WeightWait
 from transformer_engine.pytorch.graph.recorded.captured import (
     BackwardGraph,
     CallState,
@@ -40,6 +41,7 @@ class CaptureRecord:
     inputs_requiring_grad: list[int]
     parameters: list[torch.nn.Parameter]  # that get a gradient
     frozen: list[torch.nn.Parameter]  # that did not require one at the capture
+    weight_waits: tuple[WeightWait, ...]  # to call before a replay, which reads parameters
     captured_no_grad: bool  # captured under torch.no_grad()
     offloads: bool  # graphs of its capture copy saved tensors to the host and back
     peer_channels: list[_C.PeerChannel]  # over which its graphs communicate
