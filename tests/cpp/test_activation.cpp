@@ -205,6 +205,9 @@ TEST_P(Activation, BackwardEmitsTheForwardsBitsAndPitchChangesNothing) {
     for (int kind = 0; kind < te_activation_count(); ++kind) {
       const int64_t rows = 9, cols = 264, wide = x_cols(kind, cols);
       const std::vector<T> in = draw<T>(rows * wide, 60), g = draw<T>(rows * cols, 61, 1);
+      const auto same_bits = [](const std::vector<T>& p, const std::vector<T>& q) {
+        return p.size() == q.size() && std::memcmp(p.data(), q.data(), p.size() * sizeof(T)) == 0;
+      };
       std::vector<std::vector<T>> forwards, emitted, gradients;
       for (const int64_t extra : {0, 8, 3}) {  // 16-byte access twice, then elementwise
         Buffer<T> x(GetParam(), rows, wide, wide + extra), dx(GetParam(), rows, wide, wide + extra);
@@ -219,10 +222,11 @@ TEST_P(Activation, BackwardEmitsTheForwardsBitsAndPitchChangesNothing) {
         forwards.push_back(y.read());
         emitted.push_back(again.read());
         gradients.push_back(dx.read());
+        TE_ASSERT_OK(  // y in the memory of dy
+            te_activation_backward(kind, kDefaults, dy.tensor(), x.tensor(), dx.tensor(), dy.tensor(), nullptr));
+        EXPECT_TRUE(same_bits(dy.read(), emitted.back())) << te_activation_name(kind);
+        EXPECT_TRUE(same_bits(dx.read(), gradients.back())) << te_activation_name(kind);
       }
-      const auto same_bits = [](const std::vector<T>& p, const std::vector<T>& q) {
-        return p.size() == q.size() && std::memcmp(p.data(), q.data(), p.size() * sizeof(T)) == 0;
-      };
       for (size_t i = 0; i < forwards.size(); ++i) {
         EXPECT_TRUE(same_bits(emitted[i], forwards[0])) << te_activation_name(kind) << " " << i;
         EXPECT_TRUE(same_bits(forwards[i], forwards[0])) << te_activation_name(kind) << " " << i;

@@ -1,12 +1,15 @@
 # LayerNormMLP against its plain twin: every activation, the residual keyword, what is kept for backward (never the
 # activation), what is refused. Mutant: save_layer() of csrc/layer/save_rules.cpp keeping the activation turns
 # test_never_keeps_the_activation red.
+import itertools
+
 import pytest
 import torch
 from api_names import MODULES
 from module_contract import check_signature, refusals, saved_shapes
 from plain_modules import GATED, PlainMLP, check_against_twin, randomize, run
 from support import DTYPES, assert_same_bits, randn, refused, saved_tensors
+from torch.profiler import ProfilerActivity, profile
 
 import transformer_engine.pytorch as te
 
@@ -119,6 +122,22 @@ def test_residual_with_one_input_frozen(device, wanting):
 
 
 # ---- what is kept ----
+
+
+@pytest.mark.parametrize("leading", [(512,), (128, 4)], ids=["matrix", "rows of sequences"])
+def test_the_activation_is_recomputed_over_its_gradient(leading):
+    """The backward has the activation's gradient, that of its operand, which is twice as large, and nothing else of
+    this size: the activation itself takes the memory of the first."""
+    rows, hidden, ffn = 512, 8, 256
+    module = te.LayerNormMLP(hidden, ffn, activation="swiglu", device="cpu")
+    for _ in range(2):
+        loss = module(randn(*leading, hidden, requires_grad=True)).sum()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            loss.backward()
+    events = measured.profiler.kineto_results.events()
+    held = itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]")
+    one = 4 * rows * ffn
+    assert 3 * one <= max(held) < 3.5 * one
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -11,7 +11,8 @@
  *     (limit > 0, defaults 7, 1.702, 1; a gradient is 0 where its operand is clamped).
  * Shapes. x [rows, cols] for plain kinds, [rows, 2 cols] for gated ones; y [rows, cols].
  * Dtypes. float32, float16, bfloat16, one for all arguments; arithmetic in float32, one rounding at the store.
- * Aliasing. y may be x's memory only for plain kinds with equal pitch; other overlaps give wrong results.
+ * Aliasing. y may be x's memory only for plain kinds with equal pitch, and in te_activation_backward dy's with equal
+ *   pitch; other overlaps give wrong results.
  * Errors. TE_INVALID_ARGUMENT for an unknown kind, a wrong shape, dtype or device. */
 #ifndef TRANSFORMER_ENGINE_ACTIVATION_H_
 #define TRANSFORMER_ENGINE_ACTIVATION_H_

@@ -1,6 +1,7 @@
 // See linear_core.h. This file has shapes, checks and schemas; gemm.h computes.
 #include "gemm/linear_core.h"
 
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 
@@ -21,10 +22,11 @@ void check_operands(const Tensor& x, const Tensor& weight, const OptionalTensor&
   check_product(x, x.dim() > 0 ? x.sym_size(-1) : c10::SymInt(-1), weight, bias, false);
 }
 
+// The only reference to d's memory: a view would keep d, too.
 Tensor unfold(const Tensor& d, const Tensor& like, int64_t last) {
   auto shape = like.sizes().vec();
   shape.back() = last;
-  return d.view(shape);
+  return at::_unsafe_view(d, shape);
 }
 
 Tensor linear_fwd_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {

@@ -198,6 +198,9 @@ PrologueBackward LayerBackward::through_prologue(const PendingResult& pending) c
   g.usage = args_.next.usage;
   g.needs_next_sums = args_.next.column_sums;
   if (pending.defined()) g.d_operand = pending.result();
+  if (dispatch_.direct() && pending.local.defined()) {  // two references: of pending, and this one
+    g.is_own = g.d_operand.use_count() == 2 && g.d_operand.storage().use_count() == 1;
+  }
   if (args_.in.norm_output.defined()) {
     g.d_operand = g.d_operand.defined() ? g.d_operand + args_.in.norm_output : args_.in.norm_output;
   }

@@ -43,6 +43,7 @@ struct PrologueGradient {
   const Quantizer* next_quantizer = nullptr;
   QuantizeUsage usage{};
   bool needs_next_sums = false;
+  bool is_own = false;  // whether nothing else reads d_operand, so that it may be overwritten
 };
 
 struct PrologueBackward {

@@ -53,8 +53,11 @@ class Activation final : public Prologue {
           g.needs_next_sums ? &back.dx_sums : nullptr, spec, saved.used_scales, QuantizeUsage{false, g.needs_operand});
       return back;
     }
-    const auto [dx, y] = dispatch.call<activation_bwd>("te::activation_bwd", g.d_operand, saved.input, kind(), params(),
-                                                       g.needs_operand);
+    const auto [dx, y] =
+        g.is_own && g.needs_operand
+            ? Direct::call<activation_bwd_over_dy>("te::activation_bwd", g.d_operand, saved.input, kind(), params())
+            : dispatch.call<activation_bwd>("te::activation_bwd", g.d_operand, saved.input, kind(), params(),
+                                            g.needs_operand);
     back.dx = operand_of(dispatch, g.next_quantizer, dx, g.usage, g.needs_next_sums ? &back.dx_sums : nullptr);
     if (g.needs_operand) back.operand = recomputed_operand(dispatch, g.quantizer, saved.used_scales, y, {false, true});
     return back;

@@ -122,18 +122,36 @@ Tensor activation_fwd(const Tensor& x, std::string_view kind, at::ArrayRef<doubl
   return y;
 }
 
-std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
-                                          at::ArrayRef<double> params, bool emit) {
+namespace {
+
+// y: none, or where it goes.
+Tensor activation_bwd_into(const Tensor& dy, const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
+                           const Tensor& y) {
   const ActivationKind k = activation_kind(kind);
   check_activation_dy(dy, x, k.gated);
-  const Tensor grad = rows_of(dy);
   const Tensor in = rows_of(x);
   const Tensor dx = at::empty(in.sizes(), in.options());
-  const Tensor y = emit ? at::empty(grad.sizes(), in.options()) : at::empty({0}, in.options());
-  check(te_activation_backward(k.number, activation_params(params), view_2d(grad, "activation", "dy"),
+  check(te_activation_backward(k.number, activation_params(params), view_2d(dy, "activation", "dy"),
                                view_2d(in, "activation", "x"), view_2d(dx, "activation", "dx"),
-                               emit ? view_2d(y, "activation", "y") : absent(), current_stream(in)));
-  return {dx, y};
+                               y.defined() ? view_2d(y, "activation", "y") : absent(), current_stream(in)));
+  return dx;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                          at::ArrayRef<double> params, bool emit) {
+  const Tensor grad = rows_of(dy);
+  const Tensor y = emit ? at::empty(grad.sizes(), grad.options()) : Tensor();
+  const Tensor dx = activation_bwd_into(grad, x, kind, params, y);
+  return {dx, emit ? y : at::empty({0}, x.options())};
+}
+
+std::tuple<Tensor, Tensor> activation_bwd_over_dy(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                                  at::ArrayRef<double> params) {
+  const Tensor grad = rows_of(dy);
+  const Tensor dx = activation_bwd_into(grad, x, kind, params, grad);
+  return {dx, grad};
 }
 
 TE_OP_REGISTRATION(activation, ops) {

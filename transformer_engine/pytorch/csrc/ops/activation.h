@@ -14,6 +14,10 @@ Tensor activation_fwd(const Tensor& x, std::string_view kind, at::ArrayRef<doubl
 std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dy, const Tensor& x, std::string_view kind,
                                           at::ArrayRef<double> params, bool emit);
 
+// activation_bwd with emit, with y in the memory of a dy that nothing else reads.
+std::tuple<Tensor, Tensor> activation_bwd_over_dy(const Tensor& dy, const Tensor& x, std::string_view kind,
+                                                  at::ArrayRef<double> params);
+
 // The activation with an FP8 output: the bytes of quantize(activation_fwd(x)), without the intermediate tensor.
 Quantized activation_fwd_quantize(const Tensor& x, std::string_view kind, at::ArrayRef<double> params,
                                   const Quantizer& quantizer, QuantizeUsage usage);
