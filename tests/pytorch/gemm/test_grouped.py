@@ -84,6 +84,31 @@ def test_misaligned_and_strided_operands(device):
     assert_same_bits(torch.ops.te.grouped_dgrad(odd(dy), strange, offsets), want[1])
 
 
+def test_weights_anywhere_in_memory(device):
+    """At one distance in one buffer, as those of GroupedLinear, forwards, backwards, with gaps; but for one; apart."""
+    x, dy, weights, _, offsets = operands(torch.bfloat16, device)
+    want = torch.ops.te.grouped_fprop(x, weights, [], offsets), torch.ops.te.grouped_dgrad(dy, weights, offsets)
+    size, groups = N * K, len(weights)
+
+    def within_one_buffer(gap, order):
+        buffer = torch.empty(groups * (size + gap), dtype=x.dtype, device=device)
+        places = [buffer[i * (size + gap) :][:size].view(N, K) for i in order]
+        return [place.copy_(weight) for place, weight in zip(places, weights, strict=True)]
+
+    forwards, backwards = range(groups), range(groups - 1, -1, -1)
+    rows = within_one_buffer(0, forwards)
+    arrangements = [rows, within_one_buffer(0, backwards), within_one_buffer(0, [0, 2, 1, 3])]
+    arrangements += [within_one_buffer(gap, forwards) for gap in (3, 64)]
+    arrangements += [[*rows[:2], weights[2], rows[3]], [weights[0], *rows[1:]]]
+    wide_rows = torch.empty(groups, N, K + 8, dtype=x.dtype, device=device)[:, :, :K].copy_(torch.stack(weights))
+    arrangements += [list(wide_rows), [*rows[:3], wide_rows[3]]]
+    for arranged in arrangements:
+        assert_same_bits(torch.ops.te.grouped_fprop(x, arranged, [], offsets), want[0])
+        assert_same_bits(torch.ops.te.grouped_dgrad(dy, arranged, offsets), want[1])
+    same = torch.ops.te.grouped_fprop(x, [weights[0]] * groups, [], offsets)
+    assert_same_bits(same, torch.ops.te.grouped_fprop(x, [weights[0].clone() for _ in weights], [], offsets))
+
+
 def test_offsets(device):
     x = torch.empty(10, 4, device=device)
     for splits, wanted in (

@@ -87,21 +87,53 @@ void rows_by_group(te_grouped_product product, const Tensor& rows, at::TensorLis
   if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
 }
 
+// The bytes from each weight to the next where all lie at one distance in one memory, as those of a GroupedLinear do;
+// else 0.
+int64_t spacing_of(at::TensorList weights) {
+  if (weights.size() < 2) return 0;
+  const Tensor& first = weights[0];
+  const int64_t step = weights[1].storage_offset() - first.storage_offset();
+  for (size_t g = 1; g < weights.size(); ++g) {
+    const Tensor& weight = weights[g];
+    const bool fits = weight.storage().unsafeGetStorageImpl() == first.storage().unsafeGetStorageImpl() &&
+                      weight.storage_offset() == first.storage_offset() + int64_t(g) * step &&
+                      weight.strides() == first.strides() && weight.is_neg() == first.is_neg();
+    if (!fits) return 0;
+  }
+  return step * int64_t(first.element_size());
+}
+
+// The views of weights of one shape and dtype. The first one's serves all others where these lie as it does.
+std::vector<te_tensor> add_weights(Operands& operands, at::TensorList weights) {
+  std::vector<te_tensor> views;
+  views.reserve(weights.size());
+  const int64_t spacing = spacing_of(weights);
+  views.push_back(operands.add(weights[0], "weight"));
+  const bool read_there = spacing % 16 == 0 && spacing != 0 && views[0].data == weights[0].const_data_ptr();
+  for (size_t g = 1; g < weights.size(); ++g) {
+    if (read_there) {
+      views.push_back(views[0]);
+      views[g].data = static_cast<char*>(views[0].data) + int64_t(g) * spacing;
+    } else {
+      views.push_back(operands.add(weights[g], "weight"));
+    }
+  }
+  return views;
+}
+
 // FPROP and DGRAD into `out`, of checked arguments.
 void rows_product(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
                   const Tensor& offsets, const Tensor& out, bool zero_tail) {
   const c10::NoGradGuard no_graph;
   if (rows.is_cpu()) return rows_by_group(product, rows, weights, biases, offsets, out, zero_tail);
   Operands operands;
-  std::vector<te_tensor> of_weights;
-  of_weights.reserve(weights.size());
   te_grouped_gemm_problem problem{};
   problem.product = product;
   problem.groups = int32_t(weights.size());
   problem.offsets = offsets.const_data_ptr<int32_t>();
   problem.rows = operands.add(rows, product == TE_GROUPED_FPROP ? "x" : "dy");
   problem.depth_rows = absent();
-  for (const Tensor& weight : weights) of_weights.push_back(operands.add(weight, "weight"));
+  const std::vector<te_tensor> of_weights = add_weights(operands, weights);
   const std::vector<te_tensor> of_biases = operands.add_biases(biases);
   problem.weights = of_weights.data();
   problem.biases = biases.empty() ? nullptr : of_biases.data();

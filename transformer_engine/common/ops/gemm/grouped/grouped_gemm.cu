@@ -100,17 +100,16 @@ CUtensorMap encoded(const te_tensor& t, uint32_t box_rows) {
 }
 
 // A cache of a thread's tensor maps. A map depends on its key alone, weights keep their addresses from step to step,
-// and a lookup takes a fraction of the driver's call, of which a launch would need hundreds.
+// and a lookup takes a fraction of the driver's call, of which a launch would need hundreds. The weights of a launch
+// were mostly entered one after the other, so that the next entry is looked at first: it is in the processor's cache.
 class Maps {
  public:
-  CUtensorMap of(const te_tensor& t, uint32_t box_rows) {
-    if (entries_.empty()) entries_.resize(kEntries);
+  const CUtensorMap& of(const te_tensor& t, uint32_t box_rows) {
+    if (entries_.empty()) entries_.resize(kEntries), places_.resize(kEntries);
     const Key key{t.data, t.rows, t.cols, t.row_pitch, t.dtype, box_rows};
-    Entry& entry = entries_[place_of(key)];
-    if (!(entry.key == key)) {
-      entry.map = encoded(t, box_rows);
-      entry.key = key;
-    }
+    if (!(entries_[next_].key == key)) next_ = found(key, t);
+    const Entry& entry = entries_[next_];
+    next_ = (next_ + 1) % kEntries;
     return entry.map;
   }
 
@@ -133,16 +132,30 @@ class Maps {
     CUtensorMap map;
   };
 
-  // Colliding keys evict one another, which costs time alone.
+  // The oldest entry leaves. Colliding keys take one another's place, which costs time alone: the key is entered again.
+  size_t found(const Key& key, const te_tensor& t) {
+    uint16_t& place = places_[place_of(key)];
+    if (entries_[place].key == key) return place;
+    Entry& entry = entries_[oldest_];
+    entry.key = {};
+    entry.map = encoded(t, key.box_rows);
+    entry.key = key;
+    place = uint16_t(oldest_);
+    oldest_ = (oldest_ + 1) % kEntries;
+    return place;
+  }
+
   static size_t place_of(const Key& key) {
     const uint64_t mixed = ((reinterpret_cast<uintptr_t>(key.data) >> 4) + key.box_rows) * 0x9E3779B97F4A7C15u;
     return size_t(mixed >> 50);
   }
 
-  std::vector<Entry> entries_;
+  std::vector<Entry> entries_;    // in the order in which they were entered
+  std::vector<uint16_t> places_;  // by keys: numbers of entries
+  size_t next_ = 0, oldest_ = 0;
 };
 
-CUtensorMap map_of(const te_tensor& t, uint32_t box_rows) {
+const CUtensorMap& map_of(const te_tensor& t, uint32_t box_rows) {
   thread_local Maps maps;
   return maps.of(t, box_rows);
 }

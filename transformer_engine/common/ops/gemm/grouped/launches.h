@@ -35,13 +35,20 @@ void for_launches(int32_t groups, int most, F&& f) {
   for (int32_t first = 0; first < groups; first += most) f(first, std::min(most, groups - first));
 }
 
+// Memory for the parameters of a launch, which copies them: up to 32 KiB, whose allocation and clearing would cost each
+// call more than the launch. A caller writes what the kernel reads.
+template <class Params>
+Params& launch_params() {
+  thread_local const auto params = std::make_unique<Params>();
+  return *params;
+}
+
 template <class Gpu>
 void launch_rows(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   const bool fprop = p.product == TE_GROUPED_FPROP;
   const int64_t n = fprop ? shape.n : shape.k, k = fprop ? shape.k : shape.n;
   if (shape.rows == 0 || n == 0) return;
-  // 32 KiB, which each launch copies.
-  const auto params = std::make_unique<RowParams>();
+  RowParams* const params = &launch_params<RowParams>();
   params->result = p.result.data;
   params->pitch = p.result.row_pitch;
   params->n = int32_t(n);

@@ -19,7 +19,7 @@ template <class Gpu>
 void launch_rows_fp8(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   const int64_t n = p.result.cols, k = p.rows.cols;
   if (shape.rows == 0 || n == 0) return;
-  const auto params = std::make_unique<Fp8RowParams>();
+  Fp8RowParams* const params = &launch_params<Fp8RowParams>();
   params->row_scales_pitch = p.rows_scale_inv.row_pitch;
   params->weight_scales_pitch = p.weights_scale_inv[0].cols;
   params->result = p.result.data;
