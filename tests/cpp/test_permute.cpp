@@ -100,6 +100,7 @@ TEST_P(Permute, MapsOfIds) {
                                        nullptr,
                                        nullptr,
                                        0,
+                                       nullptr,
                                        nullptr};
     TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
     std::vector<int32_t> tokens(size_t(s.rows), -1), rows(given.size(), -1), begins{0};

@@ -47,6 +47,9 @@ void check_choice(int32_t device, const PermuteShape& s) {
   Buffer<int32_t> outside(device, 1, 1);
   outside.fill({3});
   plan.outside = reinterpret_cast<uint32_t*>(outside.data());
+  Buffer<float> zero(device, 1, 1);
+  zero.fill({7.f});
+  plan.zero = zero.data();
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   TE_ASSERT_OK(
       te_permute_row_probs_backward(ids.tensor(), row_of_pair.tensor(), drow.tensor(), dprobs.tensor(), nullptr));
@@ -75,6 +78,7 @@ void check_choice(int32_t device, const PermuteShape& s) {
   EXPECT_EQ(counts.read(), of_each) << name_of(s);
   EXPECT_EQ(cut.read()[0], 5 + lost) << name_of(s);
   EXPECT_EQ(outside.read()[0], 3 + int32_t(given.size()) - row - lost) << name_of(s);
+  EXPECT_EQ(zero.read()[0], 0.f) << name_of(s);
   const float wanted = float(row + lost) / 8;
   EXPECT_EQ(factor.read()[0], lost > 0 && wanted > 0.25f ? wanted : 0.25f) << name_of(s);
   const auto floats = [](const std::vector<P>& read) {

@@ -67,6 +67,7 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
                                nullptr,
                                nullptr,
                                0,
+                               nullptr,
                                nullptr};
   TE_ASSERT_OK(te_permute_row_map(&plan, nullptr));
   const int pairs = int(s.tokens * s.topk);
@@ -75,7 +76,11 @@ void check_row_map(const PermuteShape& s, int32_t first, int32_t last, int block
   map.offsets = got.offsets.data(), map.panels = got.panels.data();
   map.pairs = pairs, map.of_token = int32_t(s.topk), map.rows = int32_t(s.rows);
   map.first_expert = first, map.experts = last - first, map.span = pairs / blocks + 1;
+  Buffer<float> zero(kCpu, 1, 1);
+  zero.fill({7.f});
+  map.zero = zero.data();
   run_blocks(unsigned(blocks), kThreads, seed, [&] { row_map_kernel<kThreads>(map); });
+  EXPECT_EQ(zero.read()[0], 0.f);
   expect_same_bytes(got.row_of_pair, want.row_of_pair, "row of pair, " + name_of(s));
   expect_same_bytes(got.token_of_row, want.token_of_row, "token of row, " + name_of(s));
   expect_same_bytes(got.offsets, want.offsets, "offsets, " + name_of(s));

@@ -83,6 +83,36 @@ def test_other_dtypes_and_memory_for_counts(device):
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("hidden", [7, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_all_dtypes(dtype, hidden, device):
+    """The casts of x and weight, and of both gradients, are one launch each; rows apart in memory are cast alone."""
+    for apart in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(TOKENS, 2 * hidden, device=device).to(dtype)[:, :hidden]
+        x = (x if apart else x.contiguous()).requires_grad_()
+        weight = torch.randn(EXPERTS, hidden, device=device).to(dtype).requires_grad_()
+        got = functional.router_rows(x, weight, TOPK, (0, EXPERTS), 57, with_logits=True)
+        want = by_parts(x, weight, (0, EXPERTS), 57)
+        grads = [torch.randn_like(t) for t in (x, got[1], x, got[6])]
+        grads[3][0, 0] = 1e30  # infinite in float16
+        for a, b in zip(gradients(got, x, weight, grads, True), gradients(want, x, weight, grads, True), strict=True):
+            assert a.dtype == dtype
+            assert_same_bits(a, b)
+
+
+def test_memory_for_a_zero(device):
+    """It is written beside the map, traced too; other memory is refused."""
+    x, weight = build(device)
+    for call in (functional.router_rows, torch.compile(functional.router_rows, backend="aot_eager", fullgraph=True)):
+        zero = torch.full((), 3.0, device=device)
+        call(x, weight, TOPK, (0, EXPERTS), 57, zero=zero)
+        assert zero.item() == 0
+    for wrong in (torch.zeros(2, device=device), torch.zeros((), dtype=torch.float64, device=device)):
+        with refused(ValueError, "router_rows", "'zero'", "one Float"):
+            functional.router_rows(x, weight, TOPK, (0, EXPERTS), 57, zero=wrong)
+
+
 def test_one_reader_alone(device):
     """A gradient of the tokens, of the probabilities or of the logits alone."""
     for reader in (0, 1, 6):

@@ -71,6 +71,7 @@ def router_rows(
     count: bool = True,
     counts: torch.Tensor | None = None,
     with_logits: bool = False,
+    zero: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """router_logits(), router_topk() of the logits, and permute_routing() of the choice, to their bits: (x,
     probabilities of the rows, token of each row, rows of each token, offsets, tokens of every expert, logits or None).
@@ -78,15 +79,17 @@ def router_rows(
 
     The first result is x for its other readers: in eager mode the gradient that arrives there is added to the router's
     before both reach x. Arguments: those of the three functions; with_logits: the logits are returned, and may have a
-    gradient.
+    gradient. zero: one float32 on x's device that is set to 0, for a caller that would launch a kernel for it.
     Saves: x, weight, logits, the chosen experts and the rows of each token."""
     choice = (topk, pre_softmax, num_groups, group_topk, scaling_factor, score_function)
     if not torch.compiler.is_compiling():
-        return _C.router_rows(x, weight, expert_bias, *choice, *experts, rows, count, counts, with_logits)
+        return _C.router_rows(x, weight, expert_bias, *choice, *experts, rows, count, counts, with_logits, zero)
     x = x.view(x.shape)
     logits = router_logits(x, weight)
     probs, _, chosen = torch.ops.te.router_topk(logits, expert_bias, *choice, "none")
     routed = permute_routing(probs, chosen, experts, rows, count=count, counts=counts)
+    if zero is not None:
+        zero.zero_()
     return (x, *routed, logits if with_logits else None)
 
 

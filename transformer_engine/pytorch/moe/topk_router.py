@@ -152,6 +152,7 @@ class TopKRouter(TransformerEngineBaseModule):
     ) -> RoutedRows:
         has_loss = self.aux_loss_coeff != 0
         into = None if has_loss else wanted.counts  # the loss saves the counts, and the next call writes there
+        no_loss = None if has_loss else inp.new_empty((), dtype=torch.float32)
         tokens, probs, token_of_row, row_of_pair, offsets, counts, logits = functional.router_rows(
             inp,
             weight,
@@ -161,9 +162,10 @@ class TopKRouter(TransformerEngineBaseModule):
             count=wanted.count,
             counts=into,
             with_logits=has_loss,
+            zero=no_loss,
             **choice,
         )
-        loss = self._aux_loss(logits, counts) if has_loss else probs.new_zeros(())
+        loss = self._aux_loss(logits, counts) if has_loss else no_loss
         return RoutedRows(tokens, probs, (token_of_row, row_of_pair), offsets, counts if into is None else None, loss)
 
     def _aux_loss(self, logits: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ typedef struct te_permute_row_map_plan {
                                   to their number over `even`, the number of an even choice */
   float even;                  /* above 0 with factor */
   uint32_t* outside;           /* on the device, or NULL: += pairs whose id is outside of the range, saturating */
+  float* zero;                 /* on the device, or NULL: = 0, for a caller that needs one and saves a launch */
 } te_permute_row_map_plan;
 
 /* The map of ids, and what else a layer over its rows needs. One launch. */

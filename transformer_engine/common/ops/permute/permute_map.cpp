@@ -83,6 +83,7 @@ void row_map(const te_permute_row_map_plan& plan) {
   if (plan.factor != nullptr && first[size_t(experts)] > plan.rows) {
     *plan.factor = std::max(*plan.factor, float(first[size_t(experts)]) / plan.even);
   }
+  if (plan.zero != nullptr) *plan.zero = 0;
   count_all(plan);
   std::fill(token_of_row, token_of_row + plan.rows, -1);
   auto* const row_probs = static_cast<char*>(plan.row_probs.data);

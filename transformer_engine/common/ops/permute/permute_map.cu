@@ -54,6 +54,7 @@ void row_map(const te_permute_row_map_plan& plan, te_stream stream) {
   map.factor = reinterpret_cast<uint32_t*>(plan.factor);
   map.even = plan.even;
   map.outside = plan.outside;
+  map.zero = plan.zero;
   const int64_t spans = (int64_t(map.pairs) + kLeastSpan - 1) / kLeastSpan;
   const int64_t blocks = std::clamp<int64_t>(spans, 1, kRowMapBlocks);
   map.span = int32_t((spans + blocks - 1) / blocks * kLeastSpan);

@@ -154,7 +154,8 @@ struct RowMap {
   uint32_t* cut;     // null: not wanted, as factor
   uint32_t* factor;  // the bits of a float, which have the order of floats of at least 0
   float even;
-  uint32_t* outside;  // null: not wanted
+  uint32_t* outside;  // null: not wanted, as zero
+  float* zero;
 
   // Where the row of a pair is written.
   __device__ __forceinline__ int place_of(int pair) const {
@@ -281,6 +282,7 @@ __global__ void __launch_bounds__(kThreads) row_map_kernel(RowMap map) {
   for (int e = threadIdx.x; e <= map.experts && map.offsets != nullptr; e += kThreads) map.offsets[e] = cut(e);
   if (threadIdx.x != 0) return;
   if (map.panels != nullptr) *map.panels = panels;
+  if (map.zero != nullptr) *map.zero = 0;
   const int pairs = first[map.experts];
   if (map.outside != nullptr && pairs < map.pairs) add_saturating(map.outside, uint32_t(map.pairs - pairs));
   if (pairs <= map.rows) return;

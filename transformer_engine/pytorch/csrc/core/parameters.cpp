@@ -13,8 +13,8 @@ namespace {
 PyObject* next_of(const py::dict& registered, Py_ssize_t* next, PyObject* name) {
   PyObject *key = nullptr, *value = nullptr;
   for (int tries = 0; tries < 2 && PyDict_Next(registered.ptr(), next, &key, &value) != 0; ++tries) {
-    const bool both = PyUnicode_CheckExact(key) && PyUnicode_CheckExact(name);
-    if (key == name || (both && PyUnicode_Compare(key, name) == 0)) return value;
+    const bool comparable = PyUnicode_CheckExact(key) && PyUnicode_CheckExact(name);
+    if (key == name || (comparable && PyUnicode_Compare(key, name) == 0)) return value;
   }
   return nullptr;
 }

@@ -87,8 +87,8 @@ void rows_by_group(te_grouped_product product, const Tensor& rows, at::TensorLis
   if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
 }
 
-// The bytes from each weight to the next where all lie at one distance in one memory, as those of a GroupedLinear do;
-// else 0.
+// The bytes from each weight to the next where this distance is the same for all, in one storage, as for the weights of
+// a GroupedLinear; else 0.
 int64_t spacing_of(at::TensorList weights) {
   if (weights.size() < 2) return 0;
   const Tensor& first = weights[0];
@@ -103,7 +103,7 @@ int64_t spacing_of(at::TensorList weights) {
   return step * int64_t(first.element_size());
 }
 
-// The views of weights of one shape and dtype. The first one's serves all others where these lie as it does.
+// The views of weights of one shape and dtype. With one distance between them all follow from the first view.
 std::vector<te_tensor> add_weights(Operands& operands, at::TensorList weights) {
   std::vector<te_tensor> views;
   views.reserve(weights.size());

@@ -139,7 +139,7 @@ Routed routed(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t 
               bool count, const Tensor& into) {
   if constexpr (std::is_same_v<Mode, Direct>) {
     return Direct::call<permute_routing_into>("te::permute_routing_fwd", probs, chosen, first, last, rows.expect_int(),
-                                              count, into);
+                                              count, into, Tensor());
   } else {
     return Mode::template call<permute_routing_fwd>("te::permute_routing_fwd", probs, chosen, first, last, rows, count);
   }

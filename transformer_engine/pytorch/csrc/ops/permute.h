@@ -20,12 +20,12 @@ Maps permute_row_map_meta(const Tensor& ids, int64_t first, int64_t last, c10::S
 // The map of a router's choice: probs [T, E] and chosen int32 [T, k] -> (their probabilities [rows], token of each row
 // [rows], rows of each token [T, k] by their experts, offsets [experts + 1], tokens of every expert int64 [E]).
 // count: pairs that have no row are counted by split_counters. into: receives the tokens of every expert, in place of a
-// new tensor; undefined: none.
+// new tensor; undefined: none. zero: one float32 that receives 0; undefined: none.
 using Routed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, c10::SymInt rows,
                            bool count);
 Routed permute_routing_into(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t rows,
-                            bool count, const Tensor& into);
+                            bool count, const Tensor& into, const Tensor& zero);
 Routed permute_routing_fwd_meta(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
                                 c10::SymInt rows, bool count);
 // The gradient [T, experts] of probs, from that of the rows' [rows].

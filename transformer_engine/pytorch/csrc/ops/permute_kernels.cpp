@@ -109,6 +109,17 @@ Tensor bits_of(const Tensor& t) {
 
 // Elements of any dtype that are only copied, as those of a dtype of the engine; of 16 bytes (complex128) as two.
 Tensor copied_bits_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kInt:
+    case at::kLong:
+    case at::kByte:
+      return t;
+    default:
+      break;
+  }
   switch (t.element_size()) {
     case 1:
       return t.view(at::kByte);
@@ -224,11 +235,11 @@ void check_routing_bwd(const Tensor& grad, const Tensor& chosen, const Tensor& r
 
 Routed permute_routing_fwd(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last,
                            c10::SymInt row_count, bool count) {
-  return permute_routing_into(probs, chosen, first, last, row_count.expect_int(), count, Tensor());
+  return permute_routing_into(probs, chosen, first, last, row_count.expect_int(), count, Tensor(), Tensor());
 }
 
 Routed permute_routing_into(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t rows,
-                            bool count, const Tensor& into) {
+                            bool count, const Tensor& into, const Tensor& zero) {
   check_routing(probs, chosen, first, last, rows);
   if (into.defined()) check_counts(into, probs);
   const Tensor ids = chosen.contiguous(), values = rows_of(probs);
@@ -246,6 +257,7 @@ Routed permute_routing_into(const Tensor& probs, const Tensor& chosen, int64_t f
     plan.even = float(ids.numel()) * float(last - first) / float(values.size(1));
     if (plan.even > 0) plan.factor = reinterpret_cast<float*>(counters + 2);
   }
+  if (zero.defined()) plan.zero = zero.mutable_data_ptr<float>();
   check(te_permute_row_map(&plan, current_stream(ids)));
   if (into.defined()) note_written(into);
   return {row_probs, token_of_row, row_of_pair, offsets, counts};

@@ -4,6 +4,7 @@
 #include "ops/router.h"
 
 #include <ATen/ops/empty.h>
+#include <transformer_engine/optimizer.h>
 #include <transformer_engine/router.h>
 
 #include "autograd/autograd.h"
@@ -228,6 +229,20 @@ Tensor router_topk_bwd(const Tensor& dprobs, const Tensor& logits, const Tensor&
   check(te_router_backward(&plan, view_2d(dy, kTopk, "dprobs"), view_2d(experts, kTopk, "chosen"),
                            view_2d(dx, kTopk, "dlogits"), current_stream(x)));
   return dx;
+}
+
+std::pair<Tensor, Tensor> cast_together(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  const Tensor wide_a = at::empty(a.sizes(), a.options().dtype(dtype));
+  const Tensor wide_b = at::empty(b.sizes(), b.options().dtype(dtype));
+  te_scale_plan plan{};  // by 1, which rounds once
+  plan.scale = 1;
+  plan.scale_device = plan.noop = absent();
+  plan.in = dtype_of(a, kRouterLogitsOp, "x");
+  plan.out = dtype_of(wide_a, kRouterLogitsOp, "x");
+  const te_optimizer_tensor list[] = {{a.numel(), {a.data_ptr(), wide_a.data_ptr()}},
+                                      {b.numel(), {b.data_ptr(), wide_b.data_ptr()}}};
+  check(te_optimizer_scale(&plan, list, 2, a.is_cpu() ? TE_DEVICE_CPU : int32_t(a.get_device()), current_stream(a)));
+  return {wide_a, wide_b};
 }
 
 namespace {

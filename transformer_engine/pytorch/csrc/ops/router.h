@@ -61,6 +61,22 @@ Tensor router_logits_dweight(const Tensor& dlogits, const Tensor& x, const Tenso
   return router_product<Mode>(x.to(at::kFloat), dlogits, "NT").to(weight.scalar_type());
 }
 
+// a and b in another dtype, by one launch. Dense tensors of one dtype and device, which differ from the other dtype.
+std::pair<Tensor, Tensor> cast_together(const Tensor& a, const Tensor& b, at::ScalarType dtype);
+
+// Both, to the same bits with fewer launches.
+template <class Mode>
+std::pair<Tensor, Tensor> router_logits_grads(const Tensor& dlogits, const Tensor& x, const Tensor& weight) {
+  const bool together = std::is_same_v<Mode, Direct> && x.scalar_type() == weight.scalar_type() &&
+                        x.scalar_type() != at::kFloat && x.is_contiguous() && weight.is_contiguous() && !x.is_neg() &&
+                        !weight.is_neg();
+  if (!together) return {router_logits_dx<Mode>(dlogits, x, weight), router_logits_dweight<Mode>(dlogits, x, weight)};
+  const auto [wide_x, wide_weight] = cast_together(x, weight, at::kFloat);
+  const Tensor dx = router_product<Mode>(wide_weight, dlogits, "NN"),
+               dweight = router_product<Mode>(wide_x, dlogits, "NT");
+  return cast_together(dx, dweight, x.scalar_type());
+}
+
 // Called by Python in eager mode.
 Tensor router_logits(const Tensor& x, const Tensor& weight);
 RouterTopk router_topk(const Tensor& logits, const OptionalTensor& bias, int64_t topk, bool pre_softmax,

@@ -12,12 +12,13 @@ namespace {
 constexpr SavedInfo kRowsOfToken{"rows of each token", "the gradient of a row's probability goes to its token",
                                  "making it again from the chosen experts"};
 
-// The arguments besides tensors. counts: receives the tokens of every expert; undefined: a new tensor does.
+// The arguments besides tensors. counts: receives the tokens of every expert; undefined: a new tensor does. zero:
+// receives 0, or undefined.
 struct RowsCall {
   RouterChoice choice;
   int64_t first, last, rows;
   bool count, with_logits;
-  Tensor counts;
+  Tensor counts, zero;
 };
 
 // Outputs: probabilities of the rows, token of each row, rows of each token, offsets; then, where there are such, new
@@ -41,7 +42,7 @@ struct RouterRowsFamily {
     const auto [probs, chosen] =
         Mode::template call<router_choose>("te::router_topk_fwd", logits, bias, c, Tensor(), std::string_view("none"));
     const auto [row_probs, token_of_row, row_of_pair, offsets, counts] = Mode::template call<permute_routing_into>(
-        "te::permute_routing_fwd", probs, chosen, call.first, call.last, call.rows, call.count, call.counts);
+        "te::permute_routing_fwd", probs, chosen, call.first, call.last, call.rows, call.count, call.counts, call.zero);
     state.experts = logits.size(1);
     save.keep(kX, x, kRouterInput);
     save.keep(kWeight, weight, kParameter);
@@ -73,11 +74,15 @@ struct RouterRowsFamily {
     }
     if (wanted[0]) out[0] = grad(state.x);
     if (!dlogits.defined()) return out;
-    if (wanted[0]) {
-      Tensor dx = router_logits_dx<Mode>(dlogits, saved[kX], saved[kWeight]);
-      out[0] = out[0].defined() ? dx.add_(out[0]) : dx;
+    Tensor dx;
+    if (wanted[0] && wanted[1]) {
+      std::tie(dx, out[1]) = router_logits_grads<Mode>(dlogits, saved[kX], saved[kWeight]);
+    } else if (wanted[0]) {
+      dx = router_logits_dx<Mode>(dlogits, saved[kX], saved[kWeight]);
+    } else if (wanted[1]) {
+      out[1] = router_logits_dweight<Mode>(dlogits, saved[kX], saved[kWeight]);
     }
-    if (wanted[1]) out[1] = router_logits_dweight<Mode>(dlogits, saved[kX], saved[kWeight]);
+    if (dx.defined()) out[0] = out[0].defined() ? dx.add_(out[0]) : dx;
     return out;
   }
 };
@@ -93,6 +98,7 @@ RouterRows by_ops(const Tensor& x, const Tensor& weight, const OptionalTensor& b
   const OptionalTensor into = call.counts.defined() ? OptionalTensor(call.counts) : OptionalTensor();
   const auto [row_probs, token_of_row, row_of_pair, offsets, counts] =
       permute_routing(probs, chosen, call.first, call.last, call.rows, call.count, into);
+  if (call.zero.defined()) call.zero.zero_();
   return {tokens,
           row_probs,
           token_of_row,
@@ -102,19 +108,28 @@ RouterRows by_ops(const Tensor& x, const Tensor& weight, const OptionalTensor& b
           call.with_logits ? OptionalTensor(logits) : OptionalTensor()};
 }
 
+void check_zero(const Tensor& zero, const Tensor& x) {
+  TORCH_CHECK_VALUE(zero.scalar_type() == at::kFloat && zero.sym_numel() == 1 && zero.device() == x.device(),
+                    "router_rows: argument 'zero' is ", zero.scalar_type(), " ", zero.sym_sizes(), " on ",
+                    zero.device(), ", wanted one Float on ", x.device(), ".");
+}
+
 // Called by Python in eager mode.
 RouterRows router_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t topk,
                        bool pre_softmax, int64_t num_groups, int64_t group_topk, double scaling_factor,
                        const std::string& score, int64_t first, int64_t last, int64_t rows, bool count,
-                       const OptionalTensor& counts, bool with_logits) {
+                       const OptionalTensor& counts, bool with_logits, const OptionalTensor& zero) {
+  if (zero.has_value()) check_zero(*zero, x);
   const RowsCall call{{topk, pre_softmax, num_groups, group_topk, scaling_factor, score},
                       first,
                       last,
                       rows,
                       count,
                       with_logits,
-                      counts.value_or(Tensor())};
-  if (must_dispatch({&x, &weight, pointer_to(bias), pointer_to(counts)})) return by_ops(x, weight, bias, call);
+                      counts.value_or(Tensor()),
+                      zero.value_or(Tensor())};
+  if (must_dispatch({&x, &weight, pointer_to(bias), pointer_to(counts), pointer_to(zero)}))
+    return by_ops(x, weight, bias, call);
   const bool graph = needs_graph({&x, &weight});
   RouterRowsFamily::State state;
   SaveContext nothing = SaveContext::of_none();
