@@ -10,13 +10,13 @@ weights of one dtype. `ours` shards and overlaps, as FSDP2 does, with gradients,
 both; `own serial` does not overlap; `own silent` is `ours` with collectives that do nothing. data_parallel_whole does
 not shard, with gradients and moments in the weights' dtype, as torch's DDP; data_parallel_average is `ours` with an
 average in the collective, as megatron-core's; data_parallel_block has weights in FP8 blocks. Waits are those of
-ddp.timeline(), beside the last reduction and the first gather alone; by group, the gathers' alone, of a step whose
-gathers start group by group. Collectives are those of all buckets at once, beside torch.distributed's. Memory is the
-peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a parameter; data_parallel_memory_lean keeps
-remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth is the peak of a step after
-hundreds, beside that of the first. The third line's environment variable, read at a process's start, names its steps
-and waits. bench_data_parallel_host.py has the host's costs. On a CPU wanted: data_parallel_whole <= 1.05 x `torch
-ddp`."""
+ddp.timeline(), beside the largest reduction and the gathers of the first layer alone, which nothing hides; by group,
+the gathers' alone, of a step whose gathers start group by group. Collectives are those of all buckets at once, beside
+torch.distributed's. Memory is the peak of a contender by itself, beside the law's bytes: 6 + 12 / ranks a parameter;
+data_parallel_memory_lean keeps remainders of master weights, and moments in bf16: 6 + 6 / ranks. data_parallel_growth
+is the peak of a step after hundreds, beside that of the first. The third line's environment variable, read at a
+process's start, names its steps and waits. bench_data_parallel_host.py has the host's costs. On a CPU wanted:
+data_parallel_whole <= 1.05 x `torch ddp`."""
 
 import contextlib
 import gc
@@ -238,7 +238,7 @@ def collectives(bench, shape):
 
 
 def waits(bench, shape, by_group):
-    """How long a step's collectives were waited for, beside the last reduction and the first gather alone; by group:
+    """How long a step's collectives were waited for, beside a reduction and gathers of the first layer alone; by group:
     how long the gathers were."""
     case = case_of(bench, "waits_by_group" if by_group else "waits", shape, connections=True)
     if not bench.selects(case):
@@ -259,13 +259,15 @@ def waits(bench, shape, by_group):
             samples["own gathers"].append(exposed["gather"])
     bench.say(rows)
     if not by_group:
-        samples["alone"] = alone(bench, run.wrapped.bucket_groups, rows)
+        samples["alone"] = alone(bench, run.wrapped)
     bench._write(case, bench.largest(samples), "us")
 
 
-def alone(bench, groups, rows):
-    reduced = groups[next(row.group for row in reversed(rows) if row.kind == "reduce")].buckets
-    gathered = groups[next(row.group for row in rows if row.kind == "gather")].buckets
+def alone(bench, ddp):
+    """The largest reduction of the first layer, whose gradients come last, and the gathers of its weights."""
+    first = {id(group): group for group in map(ddp.param_to_bucket_group.get, ddp.module[0].parameters())}.values()
+    reduced = max((group.buckets for group in first), key=lambda buckets: sum(b.numel_unpadded for b in buckets))
+    gathered = [bucket for group in first for bucket in group.buckets]
 
     def both():
         for bucket in reduced:

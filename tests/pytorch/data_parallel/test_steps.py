@@ -204,6 +204,33 @@ def test_both_directions_of_fp8_weights_are_stepped(recipe, sharded):
         assert torch.equal(stepped, columns()) and not torch.equal(stepped, before)
 
 
+@pytest.mark.parametrize(("width", "sharded"), [(32, False), (32, True), (24, False)])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, Float8CurrentScaling])
+def test_fp8_weights_train_as_bf16_weights_that_each_forward_quantizes(recipe, width, sharded):
+    """Also where rows are off 16 bytes: each weight that is held in FP8 is the quantized bf16 weight of the other."""
+    losses, modules = ([], []), []
+    for held in (True, False):
+        torch.manual_seed(3)
+        with te.quantized_model_init(held, recipe(), preserve_high_precision_init_val=True):
+            options = {"bias": False, "params_dtype": torch.bfloat16, "device": here()}
+            modules.append(torch.nn.Sequential(te.Linear(width, 48, **options), te.Linear(48, width, **options)))
+    with torch.no_grad():
+        for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+            q.copy_(p.get_high_precision_init_val())
+    for module, found in zip(modules, losses):
+        ddp, optimizer = wrapped(
+            module, lambda params: te.optimizers.FusedAdam(params, lr=0.05, master_weights=True), sharded
+        )
+        for number in range(4):
+            x = torch.randn(16, width, generator=torch.Generator().manual_seed(number)).to(here(), torch.bfloat16)
+            optimizer.zero_grad()
+            with te.autocast(recipe=recipe()):
+                loss = ddp(x).float().square().mean()
+            loss.backward()
+            found.append((float(loss.detach()), float(optimizer.step())))
+    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
+
+
 def test_the_factor_of_a_small_norm_is_that_of_torch():
     gradient = torch.nn.Parameter(torch.zeros(1))
     for norm in (0.0, 1e-6, 3e-6, 1.0):
