@@ -181,12 +181,14 @@ AttentionGradients efficient_attention_backward(const AttentionCall& call, const
   return backward(call, result, dout, dlse, wanted, "efficient",
                   [&](const Tensor& d, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                       const Tensor& lse) -> Gradients {
+                    // The kernel of 16-bit types takes the rows of out to be one after another, [b, s, h, d].
+                    const Tensor by_rows = out.transpose(1, 2).contiguous().transpose(1, 2);
                     const int64_t rest = (kEfficientRows - lse.size(2) % kEfficientRows) % kEfficientRows;
                     const Tensor padded = rest == 0 ? lse : at::constant_pad_nd(lse, {0, rest}, kUnseen);
                     const Tensor seed = at::empty({}, at::TensorOptions(at::kLong));  // read with dropout alone
                     auto [dq, dk, dv, dbias] = at::_scaled_dot_product_efficient_attention_backward(
-                        d, q, for_each_query_head(call, k), for_each_query_head(call, v), Tensor(), out, padded, seed,
-                        seed, 0.0, {true, true, true, false}, causal(call), call.scale);
+                        d, q, for_each_query_head(call, k), for_each_query_head(call, v), Tensor(), by_rows, padded,
+                        seed, seed, 0.0, {true, true, true, false}, causal(call), call.scale);
                     return {dq, of_groups(call, dk), of_groups(call, dv)};
                   });
 }
