@@ -96,3 +96,30 @@ def batch_kernels_on_the_cpu():
         yield
     finally:
         library._destroy()
+
+
+@contextlib.contextmanager
+def inductor_as_on_a_gpu():
+    """Inductor hands realized tensors of aligned strides to these kernels in the order that it has given them, as it
+    does for tensors on a GPU; on a CPU it restores the traced order first."""
+    from torch._inductor import ir, lowering
+
+    def one(arg, traced):
+        if not isinstance(arg, ir.IRNode) or len(arg.get_size()) not in (3, 4):
+            return arg
+        if ir.is_aligned_realized_tensor(arg, 8):
+            return ir.ExternKernel.realize_input(arg)
+        return ir.ExternKernel.require_stride_order(arg, ir.get_stride_order(traced.meta["val"].stride()))
+
+    def constraint(node, *args, **options):
+        read = tuple(one(arg, traced) for arg, traced in zip(args, node.args, strict=True))
+        return read, {name: one(arg, node.kwargs[name]) for name, arg in options.items()}
+
+    aten, rules = torch.ops.aten, lowering._maybe_layout_constraints
+    names = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+    before = {op: rules[op] for op in (getattr(aten, name).default for name in names)}
+    rules.update(dict.fromkeys(before, constraint))
+    try:
+        yield
+    finally:
+        rules.update(before)

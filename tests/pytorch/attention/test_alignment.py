@@ -148,6 +148,40 @@ def test_by_token_under_torch_func(device):
 def test_opcheck(device):
     x = torch.randn(2, 4, 9, 8, device=device, requires_grad=True)
     torch.library.opcheck(torch.ops.te.attention_result.default, (x, [2, 0, 1, 3], True))
+    torch.library.opcheck(torch.ops.te.attention_gradient.default, (x.detach(), [288, 8, 32, 1]))
+
+
+@torch.library.custom_op("te_test::kernel", mutates_args=())
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("te_test::kernel_backward", mutates_args=())
+def kernel_backward(grad: torch.Tensor) -> torch.Tensor:
+    assert grad.data_ptr() % 16 == 0
+    return grad.clone()
+
+
+kernel.register_fake(torch.empty_like)
+kernel_backward.register_fake(torch.empty_like)
+kernel.register_autograd(lambda ctx, grad: kernel_backward(grad))
+
+
+@pytest.mark.parametrize("gradient", ["address", "strides"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_gradient_that_is_a_part_of_another(device, backend, gradient):
+    """A view at an odd place, compiled as well."""
+
+    def call(x):
+        out = by_token(kernel(x), (0, 1, 2, 3), gradient=gradient)
+        return torch.cat((out.new_zeros(3), out.flatten())).sin()
+
+    x = torch.randn(2, 4, 9, 8, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    out = call(x) if backend == "eager" else torch.compile(call, backend=backend, fullgraph=True)(x)
+    dout = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, x, dout)
+    torch.testing.assert_close(grad, dout[3:].view(x.shape) * x.detach().cos())
 
 
 CALLS = {

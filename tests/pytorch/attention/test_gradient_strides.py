@@ -10,7 +10,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.backends import attention_path
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 
-from .batch_stand_in import batch_kernels_on_the_cpu
+from .batch_stand_in import batch_kernels_on_the_cpu, inductor_as_on_a_gpu
 from .packed_cases import check_close
 from .test_alignment import odd, within
 
@@ -161,6 +161,30 @@ def test_a_compiled_graph_by_inductor(device):
     weight = torch.randn(HEADS * WIDTH, 3, device=device).bfloat16()
     turned = lambda out: out.permute(2, 1, 0).reshape(HEADS * WIDTH, -1).t() @ weight.to(out.dtype)  # noqa: E731
     check(device, "sbhd", "inductor", turned, inputs(device, "sbhd", views=True))
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_a_gradient_to_which_inductor_gives_other_strides(device, layout):
+    """A gradient with two readers is in memory. Traced, it has the order of its first factor and of the result, and
+    inductor gives it the order of most factors. An eager call has left a plan by the strides of the result."""
+    tensors = inputs(device, layout)
+    factors = [torch.randn(*tensors[0].shape[:2], HEADS * WIDTH).bfloat16().to(device) for _ in range(6)]
+    factors = [t.transpose(0, 1).contiguous() for t in factors]
+    shift = torch.randn(HEADS * WIDTH, device=device).bfloat16().requires_grad_()
+
+    def consumer(out):
+        turned = out.transpose(0, 1) + shift.to(out.dtype)  # whose gradient is a sum of out's
+        for factor in factors:
+            turned = turned * factor.to(out.dtype)
+        return turned.transpose(0, 1)
+
+    module = te.DotProductAttention(HEADS, WIDTH, GROUPS, qkv_format=layout)
+    wanted = exact(module, consumer, tensors)[1:]
+    check_close(step(module, consumer, tensors)[1:], wanted, torch.bfloat16, layout, factor=4)
+    as_on_a_gpu = inductor_as_on_a_gpu() if device == "cpu" else contextlib.nullcontext()
+    with as_on_a_gpu:
+        check(device, layout, "inductor", consumer, tensors)
+    check_close(step(module, consumer, tensors)[1:], wanted, torch.bfloat16, layout, factor=4)
 
 
 def test_recomputed(device):

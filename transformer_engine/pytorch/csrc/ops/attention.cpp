@@ -3,6 +3,7 @@
 // result of torch's own attention needs.
 #include "ops/attention_call.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <transformer_engine/transformer_engine.h>
@@ -343,9 +344,28 @@ Three attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
 
 constexpr uintptr_t kAlignment = 16;  // bytes
 
-// The gradient as the kernel's backward reads it, itself or a copy. Tracers and torch.func have no addresses.
+// A copy with these strides. An op, so that compilers do not see through it: they give the intermediates of a graph
+// strides and places of their own, and leave out a clone that seems to change neither.
+Tensor attention_gradient(const Tensor& grad, c10::SymIntArrayRef strides) {
+  return at::empty_strided_symint(grad.sym_sizes(), strides, grad.options()).copy_(grad);
+}
+
+Tensor attention_gradient_meta(const Tensor& grad, c10::SymIntArrayRef strides) {
+  return at::empty_strided_symint(grad.sym_sizes(), strides, grad.options());
+}
+
+// In a tracer's graph, where the strides of a gradient are not yet known: always a copy for same_strides.
+Tensor traced_gradient(const Tensor& grad, c10::SymIntArrayRef strides, bool same_strides) {
+  const c10::SymInt offset = grad.sym_storage_offset() * static_cast<int64_t>(grad.element_size());
+  if (!same_strides && offset % static_cast<int64_t>(kAlignment) == 0) return grad;
+  return Dispatched::call<attention_gradient>("te::attention_gradient", grad, strides);
+}
+
+// The gradient as the kernel's backward reads it, itself or a copy. Tensors of torch.func have no addresses.
 Tensor readable_gradient(const Tensor& grad, c10::SymIntArrayRef strides, bool same_strides) {
-  bool readable = must_dispatch({&grad}) || reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kAlignment == 0;
+  const bool of_func = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  if (!of_func && must_dispatch({&grad})) return traced_gradient(grad, strides, same_strides);
+  bool readable = of_func || reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kAlignment == 0;
   for (int64_t dim = 0; same_strides && dim < grad.dim(); ++dim) {
     readable = readable && (grad.sym_size(dim) == 1 || grad.sym_stride(dim) == strides[dim]);
   }
@@ -408,6 +428,9 @@ TE_OP_REGISTRATION(attention, ops) {
       .composite(attention_dispatched)
       .autograd(attention_autograd)
       .python(attention);
+  ops.op("attention_gradient(Tensor grad, SymInt[] strides) -> Tensor")
+      .kernel(attention_gradient)
+      .meta(attention_gradient_meta);
   ops.op("attention_result(Tensor(a) out, int[] order, bool same_strides) -> Tensor(a)")
       .composite_implicit(attention_result)
       .python([](const Tensor& out, const std::vector<int64_t>& order, bool same_strides) {
