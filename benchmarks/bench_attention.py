@@ -1,7 +1,7 @@
 """DotProductAttention over packed sequences, forward and backward, against torch's varlen_attn and its attention of the
-padded batch (targets.py case 31); the same with a sink; host time at a small size. Batches: with a sink, beside none;
-heads of 192 and 128 beside torch's backends; what chunked attention takes beside inputs and results; a Llama-3-8B layer
-whose batch is half padding beside the same without.
+padded batch (targets.py case 31); the same with a sink, beside none and torch's compiled flex_attention; host time at a
+small size. Batches: with a sink, beside the same; heads of 192 and 128 beside torch's backends; what chunked attention
+takes beside inputs and results; a Llama-3-8B layer whose batch is half padding beside the same without.
 
 Tokens of 16 sequences with lengths like 1 / i, causal, one cu_seqlens tensor for both sides, max_seqlen given. Flops:
 2 * 2 l^2 / 2 * heads * head_dim a sequence of l tokens and direction, three times for forward and backward; those of
@@ -82,6 +82,32 @@ def step(run):
     return both
 
 
+# ---- flex_attention ----
+
+
+def flex(lengths, window, sink):
+    """Compiled, of q [batch, tokens, heads, d] of this total length, or without a batch: causal within sequences of
+    these lengths, a window where it is given. The sink joins the softmax by the log-sum-exp."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(sink.device)
+
+    def seen(_, __, i, j):
+        near = (i >= j) & (document[i] == document[j])
+        return near if window is None else near & (i - j <= window)
+
+    total = sum(lengths)
+    mask = create_block_mask(seen, None, None, total, total, device=sink.device)
+
+    def attend(q, k, v):
+        q, k, v = ((t if t.dim() == 4 else t[None]).transpose(1, 2) for t in (q, k, v))
+        out, lse = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+        out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
+        return out.transpose(1, 2)
+
+    return torch.compile(attend, dynamic=False)
+
+
 def packed(bench, size):
     packs = Packs(bench, size)
     columns = (packs.tokens, packs.heads + packs.groups, packs.head)
@@ -94,7 +120,7 @@ def packed(bench, size):
 
 
 def sink(bench, size):
-    """Beside the same attention without a sink."""
+    """Beside the same attention without a sink, and flex_attention with one."""
     packs = Packs(bench, size)
     columns = (packs.tokens, packs.heads + packs.groups, packs.head)
     case = Case("31", "packed_attention_sink", packs.dtype, columns, "forward+backward", flops=3 * packs.flops)
@@ -102,6 +128,9 @@ def sink(bench, size):
         window = {"window_size": (128, 0)}
         made = {"ours": packs.ours(softmax_type="learnable", device=bench.device, **window)}
         made["own vanilla"] = packs.ours(**window)
+        learned = torch.zeros(packs.heads, device=bench.device, requires_grad=True)
+        compiled = flex(packs.lengths, 128, learned)
+        made["torch flex"] = lambda q, k, v: compiled(q, k, v).squeeze(0)
         bench.compare(case, {name: step(run) for name, run in made.items()}, lambda: packs.inputs(grad=True))
 
 
@@ -139,12 +168,14 @@ def by_backend(backend):
 
 
 def batch_sink(bench, tokens=8192, heads=64, groups=8, head=64):
-    """Beside the same without a sink."""
+    """Beside the same without a sink, and flex_attention with one."""
     flops = 3 * 2 * tokens * tokens * heads * head
     case = Case("31", "attention_sink", "bf16", (tokens, heads + groups, head), STEP, flops=flops)
     if bench.selects(case):
         made = {"own vanilla": core(heads, groups, head)}
         made = {"ours": core(heads, groups, head, softmax_type="learnable", device=bench.device), **made}
+        compiled = flex([tokens], None, torch.zeros(heads, device=bench.device, requires_grad=True))
+        made["torch flex"] = lambda q, k, v: compiled(q, k, v).flatten(-2)
         make = lambda: batch_inputs(bench, tokens, heads, groups, (head, head))  # noqa: E731
         bench.compare(case, {name: step(run) for name, run in made.items()}, make)
 
