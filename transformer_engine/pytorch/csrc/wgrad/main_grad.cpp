@@ -245,7 +245,10 @@ WeightGrads ParameterGradAccumulator::take(std::shared_ptr<const WgradTask> prod
     targets = parameters->targets(parameters->main_grads(true));
   }
   const std::vector<Tensor> sums = parameters->accumulate(*product, targets, with_bias);
-  return {parameters->stand_ins(targets, *product), sums_of_matrices(*product, sums)};
+  WeightGrads grads{parameters->stand_ins(targets, *product), sums_of_matrices(*product, sums)};
+  const pybind11::gil_scoped_acquire gil;  // once, and not for each main_grad, whose Python object may lose its tensor
+  targets = {};
+  return grads;
 }
 
 }  // namespace te_torch
