@@ -253,8 +253,8 @@ TEST_P(Permute, ChunksAndGather) {
   Buffer<int32_t> source(GetParam(), 1, 12), destination(GetParam(), 1, 12);
   s.fill(sizes);
   o.fill(order);
-  TE_ASSERT_OK(
-      te_permute_chunk_map(s.tensor(), o.tensor(), source.tensor(), destination.tensor(), starts.tensor(), nullptr));
+  TE_ASSERT_OK(te_permute_chunk_map(s.tensor(), o.tensor(), source.tensor(), destination.tensor(), starts.tensor(),
+                                    nullptr, nullptr));
   EXPECT_EQ(source.read(), (std::vector<int32_t>{3, 4, 5, 6, 7, 0, 1, 2, 8, 9, 10, 11}));
   EXPECT_EQ(destination.read(), (std::vector<int32_t>{5, 6, 7, 0, 1, 2, 3, 4, 8, 9, 10, 11}));
   for (const int64_t cols : {1, 8, 37}) {
@@ -304,7 +304,7 @@ TEST_P(Permute, Errors) {
   Buffer<int64_t> sizes(GetParam(), 1, 2), order(GetParam(), 1, 2), starts(GetParam(), 3, 3);
   Buffer<int32_t> source(GetParam(), 1, 9), destination(GetParam(), 1, 9);
   expect_error(te_permute_chunk_map(sizes.tensor(), source.tensor(), source.tensor(), destination.tensor(),
-                                    starts.tensor(), nullptr),
+                                    starts.tensor(), nullptr, nullptr),
                "te_permute_chunk_map", "order", "[1, 9]");
 }
 
@@ -326,7 +326,7 @@ TEST(PermuteContents, Errors) {
     sizes.fill(s);
     order.fill(o);
     return te_permute_chunk_map(sizes.tensor(), order.tensor(), source.tensor(), destination.tensor(), starts.tensor(),
-                                nullptr);
+                                nullptr, nullptr);
   };
   expect_error(chunks({4, 6}, {1, 0}), "te_permute_chunk_map", "sizes", "above 9");
   expect_error(chunks({4, -1}, {1, 0}), "te_permute_chunk_map", "sizes", "-1 at 1");

@@ -297,13 +297,14 @@ struct ChunkCase {
   int64_t rows;
 };
 
-void run_chunks(const ChunkCase& c, Buffer<int32_t>& source, Buffer<int32_t>& destination) {
+void run_chunks(const ChunkCase& c, Buffer<int32_t>& source, Buffer<int32_t>& destination,
+                uint32_t* counters = nullptr) {
   const int64_t n = int64_t(c.sizes.size());
   Buffer<int64_t> sizes(kCpu, 1, n), order(kCpu, 1, n), starts(kCpu, 3, n + 1);
   sizes.fill(c.sizes);
   order.fill(c.order);
   int64_t* const sums = starts.data();
-  const Chunks chunks{sizes.data(), order.data(), sums, sums + n + 1, sums + 2 * (n + 1), n, c.rows};
+  const Chunks chunks{sizes.data(), order.data(), sums, sums + n + 1, sums + 2 * (n + 1), n, c.rows, counters};
   run_blocks(1, kMapThreads, 1, [&] { chunk_starts_kernel(chunks); });
   run_blocks(unsigned((c.rows + kMapThreads - 1) / kMapThreads), kMapThreads, 2,
              [&] { chunk_rows_kernel(chunks, source.data(), destination.data()); });
@@ -320,19 +321,31 @@ TEST(PermuteKernels, Chunks) {
     order.fill(c.order);
     Buffer<int32_t> want[2] = {{kCpu, 1, c.rows}, {kCpu, 1, c.rows}}, got[2] = {{kCpu, 1, c.rows}, {kCpu, 1, c.rows}};
     TE_ASSERT_OK(te_permute_chunk_map(sizes.tensor(), order.tensor(), want[0].tensor(), want[1].tensor(),
-                                      starts.tensor(), nullptr));
-    run_chunks(c, got[0], got[1]);
+                                      starts.tensor(), nullptr, nullptr));
+    uint32_t counters[2] = {7, 9};
+    run_chunks(c, got[0], got[1], counters);
+    EXPECT_TRUE(counters[0] == 7 && counters[1] == 9) << "these are good";
     expect_same_bytes(got[0], want[0], "source");
     expect_same_bytes(got[1], want[1], "destination");
   }
 }
 
-// The device does not check them: every row is written, and none leads out of the tensors.
-TEST(PermuteKernels, ChunksOfBadOrders) {
-  for (const ChunkCase& c : {ChunkCase{{3, 2}, {0, 0}, 8}, ChunkCase{{3, 2}, {7, -1}, 8},
-                             ChunkCase{{-3, 20}, {1, 0}, 8}, ChunkCase{{INT64_MAX, INT64_MAX}, {1, 0}, 8}}) {
+// The device counts them: every row is written, and none leads out of the tensors.
+TEST(PermuteKernels, BadChunks) {
+  struct BadCase {
+    ChunkCase chunks;
+    uint32_t negative, lost;
+  };
+  constexpr uint32_t kMost = 0xffffffffu;
+  for (const auto& [c, negative, lost] :
+       {BadCase{{{3, 2}, {0, 0}, 8}, 0, 2 + 1}, BadCase{{{3, 2}, {7, -1}, 8}, 0, 5 + 2},
+        BadCase{{{3, 0}, {0, 0}, 8}, 0, 1}, BadCase{{{-3, 20}, {1, 0}, 8}, 1, 12}, BadCase{{{4, 6}, {1, 0}, 8}, 0, 2},
+        BadCase{{{INT64_MAX, INT64_MAX}, {1, 0}, 8}, 0, kMost}}) {
     Buffer<int32_t> maps[2] = {{kCpu, 1, c.rows}, {kCpu, 1, c.rows}};
-    run_chunks(c, maps[0], maps[1]);
+    uint32_t counters[2] = {5, 0};
+    run_chunks(c, maps[0], maps[1], counters);
+    EXPECT_EQ(counters[0], 5 + negative);
+    EXPECT_EQ(counters[1], lost);
     for (const Buffer<int32_t>& map : maps) {
       for (const int32_t row : map.read()) EXPECT_TRUE(row >= -1 && row < c.rows) << row;
       EXPECT_TRUE(map.padding_untouched());

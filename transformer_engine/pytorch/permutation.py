@@ -375,7 +375,8 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
     inp: [T, hidden], of any dtype, or a Float8Tensor with rowwise data (not compiled; its gradient is plain).
     split_sizes, sorted_index: integers [chunks], on the CPU or inp's device; sorted_index is a permutation.
     Errors: ValueError naming the argument. Sizes below 0 or above T in sum, and an index without each chunk once, are a
-    ValueError for CPU tensors; on a GPU, where the host does not wait, sizes are cut and such rows may be 0.
+    ValueError for CPU tensors; on a GPU, where the host does not wait, sizes are cut, such rows may be 0, and
+    te.verdict.watch() reports them.
     """
     return _sort_chunks("moe_sort_chunks_by_index", inp, split_sizes, sorted_index, None)[0]
 
@@ -409,8 +410,10 @@ def _sort_chunks(
         _check_probs(op, "probs", probs, (inp.shape[0],), inp)
     if _has_values():
         _check_chunks(op, inp.shape[0], **chunks)
+        if inp.is_cuda:
+            count_splits(op, inp.device)
     sizes, order = (t.to(inp.device, torch.int64) for t in (split_sizes, sorted_index))
-    source, destination = functional.permute_chunk_map(sizes, order, inp.shape[0])
+    source, destination = functional.permute_chunk_map(sizes, order, inp.shape[0], not is_recomputed())
     return functional.permute_gather(inp, source, destination, probs)
 
 

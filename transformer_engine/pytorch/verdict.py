@@ -38,7 +38,8 @@ class Mailbox:
 
 class SplitVerdict(NamedTuple):
     """Since the process began, or since reset_split_verdict(): sizes of groups that were negative, and counted as 0;
-    rows that groups claimed beyond the tensor, and ids of experts out of range, which were cut."""
+    rows that groups claimed beyond the tensor, and ids of experts out of range, which were cut. Chunks are groups, and
+    `cut` has also the rows of those that an order on the device leaves out, and its entries that name no other one."""
 
     negative: int
     cut: int

@@ -174,6 +174,26 @@ def test_chunks(device):
         te.moe_sort_chunks_by_index_with_probs(inp, inp[:8, 0], sizes, order)
 
 
+@pytest.mark.gpu
+def test_chunks_of_the_device_are_counted():
+    """Where the host may not look: sizes below 0, and what is cut or left out; not by good chunks or recomputations."""
+    inp = randn(9, 6, device="cuda", requires_grad=True)
+    for sizes, order, wanted in (
+        ([4, 5], [1, 0], (0, 0)),
+        ([4, 6], [1, 0], (0, 1)),
+        ([-1, 5], [1, 0], (1, 0)),
+        ([4, 5], [0, 0], (0, 6)),
+        ([4, 5], [0, 2], (0, 6)),
+        ([4, 0], [0, 0], (0, 1)),
+    ):
+        reset_split_verdict("cuda")
+        arguments = (torch.tensor(t, device="cuda") for t in (sizes, order))
+        out = te.checkpoint(te.moe_sort_chunks_by_index, inp, *arguments, use_reentrant=False)
+        out.sum().backward()
+        assert tuple(split_verdict("cuda")) == wanted, (sizes, order)
+    reset_split_verdict("cuda")
+
+
 def test_ranges_of_experts(device):
     ids = ids_of(9, 5, 2, device)
     for wrong in ((3, 3), (-1, 4), (0, 1025)):

@@ -57,13 +57,14 @@ def permute_routing(
 
 
 def permute_chunk_map(
-    split_sizes: torch.Tensor, sorted_index: torch.Tensor, rows: int
+    split_sizes: torch.Tensor, sorted_index: torch.Tensor, rows: int, count: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source, destination), int32 [rows], of chunks of rows in another order: out[i] = inp[source[i]]. Both arguments
-    int64, on the device of the rows."""
+    """(source, destination), int32 [rows], of chunks of rows in another order: out[i] = inp[source[i]]. Both tensors
+    int64, on the device of the rows. count: on a GPU, te.verdict counts sizes below 0, and as cut rows beyond `rows`,
+    rows of chunks that the order leaves out, and its entries that name no chunk or one of another entry."""
     if torch.compiler.is_compiling():
-        return torch.ops.te.permute_chunk_map(split_sizes, sorted_index, rows)
-    return _C.permute_chunk_map(split_sizes, sorted_index, rows)
+        return torch.ops.te.permute_chunk_map(split_sizes, sorted_index, rows, count)
+    return _C.permute_chunk_map(split_sizes, sorted_index, rows, count)
 
 
 def permute(

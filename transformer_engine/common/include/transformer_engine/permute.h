@@ -71,9 +71,11 @@ TE_API te_status te_permute_row_probs_backward(te_tensor ids, te_tensor row_of_p
 /* Chunks of rows in the order of `order`, a permutation of [0, n): sizes, order int64 [1, n]; source, destination int32
  * [1, rows]: out[j] = inp[source[j]], inp[i] goes to out[destination[i]]. Rows past the sum of sizes stay. starts:
  * workspace, int64 [3, n + 1]. On the CPU, sizes below 0 or with a sum above rows and an order that is not a
- * permutation are errors; on CUDA such sizes are cut, and other orders give rows of 0. Two launches. */
+ * permutation are errors; on CUDA such sizes are cut, and other orders give rows of 0. counters, uint32 [2] on a CUDA
+ * device or NULL: [0] += sizes below 0, [1] += rows that are cut or of a chunk that the order leaves out, and entries
+ * of the order that name no chunk or one of another entry, both saturating. Two launches. */
 TE_API te_status te_permute_chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination,
-                                      te_tensor starts, te_stream stream);
+                                      te_tensor starts, uint32_t* counters, te_stream stream);
 
 typedef struct te_permute_map {
   te_tensor rows;        /* of a mask, or of ids */

@@ -15,7 +15,7 @@ void mask_map(te_tensor mask, te_tensor map, te_tensor counts, te_stream stream)
 void row_map(const te_permute_row_map_plan& plan, te_stream stream);
 void row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_probs, te_tensor dprobs, te_stream stream);
 void chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination, te_tensor starts,
-               te_stream stream);
+               uint32_t* counters, te_stream stream);
 }  // namespace cuda
 
 namespace cpu {
@@ -309,13 +309,13 @@ te_status te_permute_row_probs_backward(te_tensor ids, te_tensor row_of_pair, te
 }
 
 te_status te_permute_chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination,
-                               te_tensor starts, te_stream stream) {
+                               te_tensor starts, uint32_t* counters, te_stream stream) {
   return te::c_guard([&] {
     using namespace te;
     permute::check_chunk_map(sizes, order, source, destination, starts);
     if (source.cols == 0) return;
     TE_ON_DEVICE_OF("te_permute_chunk_map", source, permute::cpu::chunk_map(sizes, order, source, destination),
-                    permute::cuda::chunk_map(sizes, order, source, destination, starts, stream));
+                    permute::cuda::chunk_map(sizes, order, source, destination, starts, counters, stream));
   });
 }
 

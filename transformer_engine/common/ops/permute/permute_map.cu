@@ -78,7 +78,7 @@ void row_probs_backward(te_tensor ids, te_tensor row_of_pair, te_tensor drow_pro
 }
 
 void chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor destination, te_tensor starts,
-               te_stream stream) {
+               uint32_t* counters, te_stream stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   auto* const sums = static_cast<int64_t*>(starts.data);
   const Chunks chunks{static_cast<const int64_t*>(sizes.data),
@@ -87,7 +87,8 @@ void chunk_map(te_tensor sizes, te_tensor order, te_tensor source, te_tensor des
                       sums + starts.cols,
                       sums + 2 * starts.cols,
                       sizes.cols,
-                      source.cols};
+                      source.cols,
+                      counters};
   chunk_starts_kernel<<<1, kMapThreads, 0, on>>>(chunks);
   check_launch("te_permute_chunk_map");
   const auto blocks = unsigned((source.cols + kMapThreads - 1) / kMapThreads);

@@ -317,6 +317,7 @@ struct Chunks {
   int64_t* out;    // [n + 1]: and in the output, by their place there
   int64_t* place;  // [n]: of a chunk in the output; -1: none
   int64_t n, rows;
+  uint32_t* counters;  // null: not wanted
 };
 
 // sums[i + 1] = the sum of f(0) to f(i), at most `most`, with one block.
@@ -342,6 +343,26 @@ __device__ void running_sums(int64_t n, int64_t most, int64_t* sums, F f) {
   }
 }
 
+// Sizes below 0, and what is cut or left out, from the sums and the places.
+__device__ void count_bad_chunks(const Chunks& chunks) {
+  constexpr int64_t kMost = int64_t(1) << 40;  // so that no sum overflows
+  __shared__ unsigned long long found[2];
+  if (threadIdx.x < 2) found[threadIdx.x] = 0;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < chunks.n; i += kMapThreads) {
+    const int64_t size = chunks.sizes[i], held = chunks.in[i + 1] - chunks.in[i], named = chunks.order[i];
+    int64_t lost = size > held ? size - held : 0;
+    if (chunks.place[i] < 0) lost += held;
+    if (named < 0 || named >= chunks.n || chunks.place[named] != i) ++lost;
+    if (size < 0) atomicAdd(&found[0], 1ull);
+    if (lost > 0) atomicAdd(&found[1], static_cast<unsigned long long>(lost < kMost ? lost : kMost));
+  }
+  __syncthreads();
+  if (threadIdx.x >= 2 || found[threadIdx.x] == 0) return;
+  const unsigned long long more = found[threadIdx.x];
+  add_saturating(chunks.counters + threadIdx.x, more < 0xffffffffull ? uint32_t(more) : 0xffffffffu);
+}
+
 __global__ void __launch_bounds__(kMapThreads) chunk_starts_kernel(Chunks chunks) {
   for (int64_t c = threadIdx.x; c < chunks.n; c += kMapThreads) chunks.place[c] = -1;
   running_sums(chunks.n, chunks.rows, chunks.in, [&](int64_t c) {
@@ -355,6 +376,9 @@ __global__ void __launch_bounds__(kMapThreads) chunk_starts_kernel(Chunks chunks
     chunks.place[c] = i;
     return chunks.in[c + 1] - chunks.in[c];
   });
+  if (chunks.counters == nullptr) return;
+  __syncthreads();  // the places
+  count_bad_chunks(chunks);
 }
 
 // The last i with starts[i] <= row, which is a chunk with rows.

@@ -317,13 +317,13 @@ TE_OP_REGISTRATION(permute, ops) {
       .composite(routing_dispatched)
       .autograd(routing_autograd)
       .python(permute_routing);
-  ops.op("permute_chunk_map(Tensor split_sizes, Tensor sorted_index, SymInt rows) -> (Tensor, Tensor)")
+  ops.op("permute_chunk_map(Tensor split_sizes, Tensor sorted_index, SymInt rows, bool count=True) -> (Tensor, Tensor)")
       .kernel(permute_chunk_map)
       .meta(permute_chunk_map_meta)
-      .python([](const Tensor& sizes, const Tensor& order, int64_t rows) {
-        const c10::SymInt count(rows);
-        if (!must_dispatch({&sizes, &order})) return permute_chunk_map(sizes, order, count);
-        return Dispatched::call<permute_chunk_map>("te::permute_chunk_map", sizes, order, count);
+      .python([](const Tensor& sizes, const Tensor& order, int64_t row_count, bool count) {
+        const c10::SymInt rows(row_count);
+        if (!must_dispatch({&sizes, &order})) return permute_chunk_map(sizes, order, rows, count);
+        return Dispatched::call<permute_chunk_map>("te::permute_chunk_map", sizes, order, rows, count);
       });
   ops.op("permute_fwd(Tensor inp, Tensor map, bool of_mask, Tensor? probs, Tensor? pad_offsets, Tensor? scales, SymInt "
          "rows) -> (Tensor, Tensor, Tensor)")

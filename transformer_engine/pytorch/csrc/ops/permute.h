@@ -37,9 +37,10 @@ Tensor permute_routing_bwd_meta(const Tensor& grad, const Tensor& chosen, const 
 Routed permute_routing(const Tensor& probs, const Tensor& chosen, int64_t first, int64_t last, int64_t rows, bool count,
                        const OptionalTensor& counts);
 
-// (source, destination), int32 [rows].
-std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt rows);
-std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows);
+// (source, destination), int32 [rows]. count: on a GPU, split_counters counts chunks that do not fit.
+std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt rows, bool count);
+std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows,
+                                                  bool count);
 
 // (rows [rows, H], their probabilities [rows] or [0], scales [blocks, roundup(rows, 4)] or [0]).
 using Permuted = std::tuple<Tensor, Tensor, Tensor>;

@@ -321,7 +321,8 @@ void check_chunks(const Tensor& sizes, const Tensor& order) {
 }
 }  // namespace
 
-std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt row_count) {
+std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& order, c10::SymInt row_count,
+                                             bool count) {
   check_chunks(sizes, order);
   constexpr const char* kOp = "permute_chunk_map";
   const int64_t rows = row_count.expect_int();
@@ -329,13 +330,15 @@ std::tuple<Tensor, Tensor> permute_chunk_map(const Tensor& sizes, const Tensor& 
   const auto ints = sizes.options().dtype(at::kInt);
   const Tensor source = at::empty({rows}, ints), destination = at::empty({rows}, ints);
   const Tensor starts = at::empty({3, sizes.size(0) + 1}, sizes.options());
+  const bool on_device = count && !sizes.is_cpu();  // on a CPU, contents that do not fit are errors
+  void* const counters = on_device ? split_counters(sizes.device()).mutable_data_ptr() : nullptr;
   check(te_permute_chunk_map(view_2d(dense_sizes, kOp, "split_sizes"), view_2d(dense_order, kOp, "sorted_index"),
                              view_2d(source, kOp, "source"), view_2d(destination, kOp, "destination"),
-                             view_2d(starts, kOp, "starts"), current_stream(sizes)));
+                             view_2d(starts, kOp, "starts"), static_cast<uint32_t*>(counters), current_stream(sizes)));
   return {source, destination};
 }
 
-std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows) {
+std::tuple<Tensor, Tensor> permute_chunk_map_meta(const Tensor& sizes, const Tensor& order, c10::SymInt rows, bool) {
   check_chunks(sizes, order);
   const auto ints = sizes.options().dtype(at::kInt);
   return {sizes.new_empty_symint({rows}, ints), sizes.new_empty_symint({rows}, ints)};
