@@ -1,4 +1,5 @@
-# A MoEMLP captured once and replayed with other routings each time, against the same layer eager, bit for bit.
+# A MoEMLP on a GPU: no step waits for the device; captured once and replayed with other routings each time, it has the
+# bits of the same layer eager.
 import copy
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 
-from .cases import BF16, EXPERTS, HIDDEN, TOKENS, build, recipe_of
+from .cases import BF16, EXPERTS, HIDDEN, TOKENS, build, every_recipe, recipe_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fp8_left_off")]
 
@@ -33,6 +34,26 @@ def run(module, call, x, dy, recipe):
         y, loss = call(leaf)
     torch.autograd.backward([y, loss], [dy, torch.ones_like(loss)])
     return [y.detach(), loss.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+@every_recipe
+@pytest.mark.parametrize("options", [{}, {"experts": (1, 4), "capacity_factor": 2.0, "aux_loss_coeff": 0.01}], ids=str)
+def test_the_host_waits_for_nothing(options, recipe):
+    module, made = build("cuda", **options), recipe_of(recipe)
+    x, dy = (torch.randn(TOKENS, HIDDEN, dtype=BF16, device="cuda") for _ in range(2))
+    one = torch.ones((), device="cuda")
+
+    def step():
+        with te.autocast(enabled=made is not None, recipe=made):
+            outs = [out for out in module(x.clone().requires_grad_()) if out.requires_grad]
+        torch.autograd.backward(outs, [dy, one][: len(outs)])
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0}], ids=["all rows", "capacity"])

@@ -2,6 +2,7 @@
 #include "layer/gemm_policy_device.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
@@ -262,11 +263,12 @@ class DeviceGroups final : public GemmPolicy {
                bool) const override {
     const probe::PathReason because(why_of(grouping_));
     check_apart(grouping_.out, "out", x);
-    const Tensor &offsets = grouping_.offsets, &out = grouping_.out;
+    const Tensor &offsets = grouping_.offsets, &given = grouping_.out;
     if (x.quantized() && all_quantized(w)) {
       const WeightLists lists(w, false, x.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
+      const Tensor out = room(dispatch, given, grouping_.tail_unread, rows, data[0].size(0), like.scalar_type());
       Tensor y = out;
       if (!out.defined()) {
         y = dispatch.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
@@ -278,27 +280,29 @@ class DeviceGroups final : public GemmPolicy {
       for_each(grouping_.fprop_each, x, y, [&](size_t g, const Operand& part, const Tensor& into) {
         fprop_of(dispatch, part, w.weights[g], w.bias(g), into, true, into);
       });
-      return out.defined() ? result_in(out, like) : with_rows_of(y, like);
+      return given.defined() ? result_in(given, like) : with_rows_of(y, like);
     }
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, x, offsets, like.scalar_type());
+    const Tensor out = room(dispatch, given, grouping_.tail_unread, rows, weights[0].size(0), rows.scalar_type());
     if (!out.defined()) {
       return with_rows_of(
           dispatch.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets), like);
     }
     Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets, out);
-    return result_in(out, like);
+    return given.defined() ? result_in(given, like) : with_rows_of(out, like);
   }
 
   Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
                bool) const override {
     const probe::PathReason because(why_of(grouping_));
     check_apart(grouping_.dgrad_out, "dgrad_out", dy);
-    const Tensor &offsets = grouping_.offsets, &out = grouping_.dgrad_out;
+    const Tensor &offsets = grouping_.offsets, &given = grouping_.dgrad_out;
     if (dy.quantized() && all_quantized(w)) {
       const WeightLists lists(w, true, dy.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
+      const Tensor out = room(dispatch, given, grouping_.dgrad_tail_unread, rows, data[0].size(0), like.scalar_type());
       Tensor dx = out;
       if (!out.defined()) {
         dx = dispatch.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
@@ -310,16 +314,17 @@ class DeviceGroups final : public GemmPolicy {
       for_each(grouping_.dgrad_each, dy, dx, [&](size_t g, const Operand& part, const Tensor& into) {
         dgrad_of(dispatch, part, w.weights[g], into, true, into);
       });
-      return out.defined() ? result_in(out, like) : with_rows_of(dx, like);
+      return given.defined() ? result_in(given, like) : with_rows_of(dx, like);
     }
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, dy, offsets, like.scalar_type());
+    const Tensor out = room(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(1), rows.scalar_type());
     if (!out.defined()) {
       return with_rows_of(dispatch.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), offsets),
                           like);
     }
     Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), offsets, out);
-    return result_in(out, like);
+    return given.defined() ? result_in(given, like) : with_rows_of(out, like);
   }
 
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode&, Gradient gradient, Operand x, at::ScalarType dtype,
@@ -335,6 +340,13 @@ class DeviceGroups final : public GemmPolicy {
 
  private:
   bool listed() const { return !grouping_.splits.empty(); }
+  // Where a result goes: the caller's buffer, or memory in which rows of no group are not written; undefined: a tensor
+  // that the product makes, with zeros there.
+  static Tensor room(const DispatchMode& dispatch, const Tensor& given, bool tail_unread, const Tensor& rows,
+                     int64_t features, at::ScalarType dtype) {
+    if (given.defined() || !tail_unread || !dispatch.direct()) return given;
+    return at::empty({rows.size(0), features}, rows.options().dtype(dtype));
+  }
   // With bits_of_loop: summed in the order of a separate layer for each group.
   Tensor sums_as_quantized(const DispatchMode& dispatch, const Tensor& t) const {
     if (!grouping_.bits_of_loop) return sums_of(dispatch, t, grouping_.offsets, true);

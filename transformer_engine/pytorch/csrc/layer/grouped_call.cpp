@@ -99,8 +99,13 @@ bool add_handles(LayerArgs& call, size_t layer_idx, const OptionalTensor& offset
                  const GroupedHandles& handles) {
   LayerConfig& config = call.layers[layer_idx];
   const at::TensorList weights = call.arguments.list(weight_of(layer_idx));
-  Grouping grouping{
-      splits, offsets.value_or(Tensor()), {}, handles.out.value_or(Tensor()), handles.dgrad_out.value_or(Tensor())};
+  Grouping grouping{splits,
+                    offsets.value_or(Tensor()),
+                    {},
+                    handles.out.value_or(Tensor()),
+                    handles.dgrad_out.value_or(Tensor()),
+                    handles.tail_unread,
+                    handles.dgrad_tail_unread};
   grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
   if (!handles.quantizations.empty()) config.quantization = handles.quantizations[0];
   if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&

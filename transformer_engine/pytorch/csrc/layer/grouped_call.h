@@ -26,6 +26,7 @@ struct GroupedHandles {
   const std::vector<Quantized>& own_weights;  // none, or one for each group
   const OptionalTensor& out;
   const OptionalTensor& dgrad_out;
+  bool tail_unread = false, dgrad_tail_unread = false;  // see Grouping
 
   std::vector<int64_t> spec() const {
     return quantizations.empty() ? std::vector<int64_t>() : quantizations[0]->pack();

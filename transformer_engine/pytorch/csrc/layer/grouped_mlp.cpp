@@ -2,6 +2,7 @@
 // whose rows may be multiplied by a scale each. This file has its schema and the Python entry.
 // - Of rows that belong to no group nothing is read; the node's output and x's gradient are zero there, and so is
 //   the scale's gradient where zero_scale_tail is true.
+// - Rows of no group hold anything in results inside of the node that the next step does not read there.
 // - With a map x has tokens, of which each group's rows are gathered: in the forward, and again in the backward. With
 //   sum_rows the output has the sums of each token's rows.
 #include "core/op_registration.h"
@@ -117,8 +118,11 @@ Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const s
                    const Accumulators& accumulators, const Quantizations& quantizations, const OwnWeights& own_weights,
                    bool zero_scale_tail) {
   const OptionalTensor none;
-  const GroupedHandles fc1{accumulators[0], quantizations[0], own_weights[0], none, none};
-  const GroupedHandles fc2{accumulators[1], quantizations[1], own_weights[1], none, none};
+  // The activation of scaled rows and its gradient read rows of groups alone, as do sums by a map.
+  const bool live_alone = row_scale.has_value() && offsets.has_value();
+  const GroupedHandles fc1{accumulators[0], quantizations[0],        own_weights[0], none, none,
+                           live_alone,      token_of_row.has_value()};
+  const GroupedHandles fc2{accumulators[1], quantizations[1], own_weights[1], none, none, sum_rows, live_alone};
   TORCH_CHECK_NOT_IMPLEMENTED((fc1.fits_schema() && fc2.fits_schema()) || !must_dispatch({&x}),
                               "grouped_mlp: quantizers that differ from group to group work on plain tensors in eager "
                               "mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them out "

@@ -16,6 +16,8 @@ struct Grouping {
   std::vector<Quantization> quantizations;
   // Buffers of the results; rows of no group are not written. Undefined: new tensors, with zeros in rows of no group.
   Tensor out, dgrad_out;
+  // Whether nothing reads the rows of no group of new results, which may then hold anything.
+  bool tail_unread = false, dgrad_tail_unread = false;
   // With splits and offsets: marks the groups that the kernel leaves to a GEMM of their own.
   std::vector<uint8_t> fprop_each = {}, dgrad_each = {};
   // With splits and offsets: whether the bits are those of a separate layer for each group, else those of sizes on the
