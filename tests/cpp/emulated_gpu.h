@@ -83,6 +83,11 @@ struct Meeting {
   std::set<unsigned> threads;
 };
 
+// Bulk copies from shared memory.
+struct BulkGroup {
+  int unread = 0, unwritten = 0;
+};
+
 struct Fiber {
   ucontext_t context;
   void* stack = nullptr;
@@ -90,6 +95,7 @@ struct Fiber {
   bool done = false;
   uint32_t word = 0;                                   // its value in a warp shuffle
   std::deque<std::vector<std::function<void()>>> mma;  // committed groups, and the open one at the end
+  std::vector<BulkGroup> bulk = {{}};                  // the open one at the end
 };
 
 class Cluster {

@@ -26,6 +26,7 @@ struct EmulatedGrouped {
     m.element = int(te_dtype_bytes(t.dtype));
     return m;
   }
+  CUtensorMap result_map(const te_tensor& t) const { return map(t, gemm::sm90::kMmaAtomM); }
   template <class Traits>
   void start(const typename Traits::Params& params, int32_t ctas) const {
     static_assert(gemm::sm90::kSharedBytes<Traits> <= int(gpu::kSharedBytes), "a Hopper block has 227 KiB");

@@ -98,6 +98,75 @@ inline void bulk_load(void* to, const void* from, uint64_t* barrier, uint32_t by
     b.settle();
   });
 }
+// Rows of a box of results, swizzled in shared memory. Calls f(place of an element, its address or NULL if it is none).
+template <class F>
+void for_box_of_results(const CUtensorMap& map, unsigned rank, uint32_t base, ResultBox at, const F& f) {
+  if (base % 1024 != 0) throw std::logic_error("a box at an address that is not a multiple of 1,024");
+  if (map.cols * map.element % 16 != 0) throw std::logic_error("TMA would write beyond the last column");
+  if (at.rows < 1 || at.rows > 64 || at.row < 0 || at.col < 0) throw std::logic_error("a box without rows");
+  for (int row = 0; row < 64; ++row) {
+    for (int byte = 0; byte < 128; byte += map.element) {
+      const int64_t r = int64_t(at.row) + row, c = int64_t(at.col) + byte / map.element;
+      const bool inside = row < at.rows && r < map.rows && c < map.cols;
+      const uint32_t place = base + uint32_t(row * 128 + (byte / 16 ^ row % 8) * 16 + byte % 16);
+      f(Cluster::current().at(rank, place), inside ? map.data + (r * map.pitch + c) * map.element : nullptr);
+    }
+  }
+}
+// Read at some time, and written at a later one.
+inline void tma_store_results(const CUtensorMap* map, const void* from, ResultBox at) {
+  Cluster& cluster = Cluster::current();
+  const unsigned rank = cluster_rank();
+  const uint32_t base = shared_address(from);
+  const CUtensorMap matrix = *map;
+  testing::gpu::Fiber& fiber = cluster.self();
+  const size_t group = fiber.bulk.size() - 1;
+  ++fiber.bulk[group].unread;
+  ++fiber.bulk[group].unwritten;
+  cluster.later([&cluster, &fiber, rank, base, matrix, at, group] {
+    if (cluster.ended(rank)) throw std::logic_error("a copy from a block that has ended");
+    --fiber.bulk[group].unread;
+    std::vector<std::pair<unsigned char*, std::vector<unsigned char>>> read;
+    for_box_of_results(matrix, rank, base, at, [&](const unsigned char* place, const unsigned char* element) {
+      if (element != nullptr) read.push_back({const_cast<unsigned char*>(element), {place, place + matrix.element}});
+    });
+    cluster.later([&cluster, &fiber, rank, read, group] {
+      if (cluster.ended(rank)) throw std::logic_error("a copy from a block that has ended");
+      --fiber.bulk[group].unwritten;
+      for (const auto& [to, bytes] : read) std::memcpy(to, bytes.data(), bytes.size());
+    });
+  });
+}
+inline void tma_load_results(void* to, const CUtensorMap* map, uint64_t* barrier, ResultBox at) {
+  Cluster& cluster = Cluster::current();
+  const unsigned rank = cluster_rank();
+  const uint32_t base = shared_address(to), full = shared_address(barrier);
+  const CUtensorMap matrix = *map;
+  cluster.later([&cluster, rank, base, full, matrix, at] {
+    if (cluster.ended(rank)) throw std::logic_error("a copy to a block that has ended");
+    for_box_of_results(matrix, rank, base, at, [&](unsigned char* place, const unsigned char* element) {
+      element != nullptr ? (void)std::memcpy(place, element, size_t(matrix.element))
+                         : (void)std::memset(place, 0, size_t(matrix.element));
+    });
+    testing::gpu::Barrier& b = cluster.barrier(rank, full);
+    b.bytes -= 64 * 128;
+    b.settle();
+  });
+}
+inline void bulk_commit() { Cluster::current().self().bulk.emplace_back(); }
+template <int kPending>
+void bulk_wait_for(int testing::gpu::BulkGroup::*left) {
+  const testing::gpu::Fiber& fiber = Cluster::current().self();
+  Cluster::current().wait([&fiber, left] {
+    return std::all_of(fiber.bulk.begin(), fiber.bulk.end() - std::min<long>(1 + kPending, long(fiber.bulk.size())),
+                       [left](const testing::gpu::BulkGroup& group) { return group.*left == 0; });
+  });
+}
+template <int kPending>
+void bulk_wait_read() {
+  bulk_wait_for<kPending>(&testing::gpu::BulkGroup::unread);
+}
+inline void bulk_wait() { bulk_wait_for<0>(&testing::gpu::BulkGroup::unwritten); }
 inline void fence_async_proxy() {}
 inline void named_barrier_arrive(int id, int threads) { Cluster::current().arrive(id, threads); }
 inline void compiler_fence() {}

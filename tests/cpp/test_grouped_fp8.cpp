@@ -26,7 +26,8 @@ const GroupedShape kShapes[] = {{{1}, 0, 1, 1},
                                 {{5, 0, 3}, 0, 17, 33, 3},
                                 {{0, 128, 64, 0}, 5, 144, 272},
                                 {{63, 1, 65, 0, 260, 2}, 7, 130, 129, 1},
-                                {{300, 9}, 40, 24, 300}};
+                                {{300, 9}, 40, 24, 300},
+                                {{129, 0, 1, 128, 70}, 5, 136, 72, 8}};
 
 class GroupedFp8 : public ::testing::TestWithParam<int32_t> {
  protected:
@@ -159,9 +160,14 @@ TEST_P(GroupedFp8, MoreGroupsThanOneLaunchTakes) {
     fprop.problem.zero_tail = 1;
     TE_ASSERT_OK(te_grouped_gemm(&fprop.problem, nullptr));
     check_rows(fprop, Draw::kExact, on_cpu(), "500 groups");
-    Fp8Case<e4m3, float> wgrad(GetParam(), TE_GROUPED_WGRAD, scaling, s, Draw::kExact);
-    TE_ASSERT_OK(te_grouped_gemm(&wgrad.problem, nullptr));
-    for (int32_t g = 0; g < s.groups(); ++g) check_weights(wgrad, g, false, Draw::kExact, on_cpu(), "500 groups");
+    for (const bool add : {false, true}) {
+      Fp8Case<e4m3, float> wgrad(GetParam(), TE_GROUPED_WGRAD, scaling, s, Draw::kExact);
+      wgrad.fill_results();
+      const std::vector<uint8_t> accumulate(size_t(s.groups()), add);
+      wgrad.problem.accumulate = accumulate.data();
+      TE_ASSERT_OK(te_grouped_gemm(&wgrad.problem, nullptr));
+      for (int32_t g = 0; g < s.groups(); ++g) check_weights(wgrad, g, add, Draw::kExact, on_cpu(), "500 groups");
+    }
   }
 }
 

@@ -22,6 +22,10 @@ using gemm::grouped::Fp8RowKernelTraits;
 using gemm::grouped::Fp8RowParams;
 using gemm::grouped::Fp8WgradKernelTraits;
 using gemm::grouped::Fp8WgradParams;
+using gemm::grouped::StagedFp8RowKernelTraits;
+using gemm::grouped::StagedFp8RowParams;
+using gemm::grouped::StagedFp8WgradKernelTraits;
+using gemm::grouped::StagedFp8WgradParams;
 using gemm::sm90::BlockScales;
 using gemm::sm90::GroupScale;
 using gemm::sm90::PanelScales;
@@ -41,6 +45,15 @@ struct EmulatedGpu : testing::EmulatedGrouped {
   void wgrad_fp8(const Fp8WgradParams& p, int32_t ctas) const {
     if (scaling == TE_SCALING_BLOCK_1D) return start<Fp8WgradKernelTraits<Left, PanelScales<Fp8WgradParams>>>(p, ctas);
     start<Fp8WgradKernelTraits<Left, GroupScale>>(p, ctas);
+  }
+  void staged_rows_fp8(const StagedFp8RowParams& p, int32_t ctas) const {
+    if (scaling == TE_SCALING_BLOCK_1D) return start<StagedFp8RowKernelTraits<Left, BlockScales>>(p, ctas);
+    start<StagedFp8RowKernelTraits<Left, GroupScale>>(p, ctas);
+  }
+  void staged_wgrad_fp8(const StagedFp8WgradParams& p, int32_t ctas) const {
+    using Panels = PanelScales<Fp8WgradParams>;
+    if (scaling == TE_SCALING_BLOCK_1D) return start<StagedFp8WgradKernelTraits<Left, Panels>>(p, ctas);
+    start<StagedFp8WgradKernelTraits<Left, GroupScale>>(p, ctas);
   }
 };
 
@@ -150,6 +163,47 @@ void weight_gradients(te_scaling scaling) {
 
 TEST(GroupedFp8Kernels, WgradInBlocks) { weight_gradients<e5m2, float>(TE_SCALING_BLOCK_1D); }
 TEST(GroupedFp8Kernels, WgradOfOneScale) { weight_gradients<e4m3, bf16>(TE_SCALING_TENSOR); }
+
+// Results that leave by TMA: more tiles than stages, groups that end within a box, rows and columns that one consumer
+// or one block does not have, pitches above the columns. N = 264 and K = 136: one block of the last pair has no
+// columns.
+TEST(GroupedFp8Kernels, Staged) {
+  const std::vector<int32_t> splits = {129, 0, 1, 128, 300, 64};
+  const GroupedShape rows{splits, 5, 264, 136, 8}, weights{splits, 0, 300, 136, 8};
+  compare<e4m3, bf16>(TE_GROUPED_FPROP, TE_SCALING_BLOCK_1D, rows, 2, [](auto& c) {
+    c.with_bias();
+    c.problem.zero_tail = 1;
+  });
+  compare<e4m3, fp16>(TE_GROUPED_FPROP, TE_SCALING_TENSOR, rows, 4, [](auto& c) { c.with_bias(); });
+  compare<e5m2, bf16>(TE_GROUPED_DGRAD, TE_SCALING_BLOCK_1D, {splits, 5, 72, 392}, 2, [](auto&) {});
+  for (const te_scaling scaling : {TE_SCALING_BLOCK_1D, TE_SCALING_TENSOR}) {
+    const std::vector<uint8_t> all(splits.size(), 1), some = {1, 0, 0, 1, 1, 0};
+    for (const std::vector<uint8_t>& add : {all, some}) {
+      compare<e5m2, float>(TE_GROUPED_WGRAD, scaling, weights, 2, [&](auto& c) { c.problem.accumulate = add.data(); });
+      compare<e4m3, fp16>(TE_GROUPED_WGRAD, scaling, weights, 2, [&](auto& c) {
+        c.problem.accumulate = add.data();
+        c.result_tensors[3].data = nullptr;
+      });
+    }
+  }
+}
+
+// TMA stores multiples of 16 bytes to multiples of 16 bytes.
+TEST(GroupedFp8Kernels, WhichResultsAreStaged) {
+  const EmulatedGpu<e4m3> gpu{{2, 1}, TE_SCALING_TENSOR};
+  alignas(16) unsigned char memory[32];
+  const auto is_staged = [&](te_dtype dtype, int64_t cols, int64_t pitch, bool add, int offset) {
+    return gemm::grouped::is_staged(gpu, te_tensor{memory + offset, 3, cols, pitch, dtype, TE_DEVICE_CPU}, add);
+  };
+  for (const te_dtype dtype : {TE_BFLOAT16, TE_FLOAT16, TE_FLOAT32}) {
+    const bool add = dtype == TE_FLOAT32;
+    EXPECT_TRUE(is_staged(dtype, 24, 32, add, 0));
+    EXPECT_FALSE(is_staged(dtype, 24, 32, !add, 0)) << "slower";
+    EXPECT_FALSE(is_staged(dtype, 25, 32, add, 0)) << "columns";
+    EXPECT_FALSE(is_staged(dtype, 24, 33, add, 0)) << "pitch";
+    EXPECT_FALSE(is_staged(dtype, 24, 32, add, 4)) << "address";
+  }
+}
 
 TEST(GroupedFp8Kernels, NothingToReduce) {
   for (const te_scaling scaling : {TE_SCALING_BLOCK_1D, TE_SCALING_TENSOR}) {

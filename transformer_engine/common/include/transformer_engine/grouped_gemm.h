@@ -1,6 +1,6 @@
 /* grouped gemm: products of rows in groups, one weight for each group, where the sizes of the groups are on the device
- * alone. One launch for each dtype of results and up to 238 groups (FP8: one for up to 224); no host synchronisation,
- * no workspace, capturable.
+ * alone. One launch for each dtype of results and up to 238 groups; FP8: one for up to 224, WGRAD 200, or two where its
+ * results differ in dtype, alignment or accumulate. No workspace, no host synchronisation, capturable.
  *
  * Formula, row-major, for each group g with rows [offsets[g], offsets[g + 1]) of x [R, K], y and dy [R, N]:
  *   FPROP  y[rows]  = x[rows] weights[g][N, K]^T + biases[g]

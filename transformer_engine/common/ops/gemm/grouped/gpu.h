@@ -17,12 +17,15 @@ struct Gpu {
   int32_t sms() const;
   bool wide(const te_tensor& t) const;  // whether its rows begin on 16 bytes
   CUtensorMap map(const te_tensor& t, int box_rows) const;
+  CUtensorMap result_map(const te_tensor& t) const;
 
   void fprop(const RowParams& params, int32_t ctas) const;
   void dgrad(const RowParams& params, int32_t ctas) const;
   void wgrad(const WgradParams& params, bool float_results, int32_t ctas) const;
   void rows_fp8(const Fp8RowParams& params, int32_t ctas) const;
   void wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const;
+  void staged_rows_fp8(const StagedFp8RowParams& params, int32_t ctas) const;
+  void staged_wgrad_fp8(const StagedFp8WgradParams& params, int32_t ctas) const;
 };
 
 }  // namespace te::gemm::grouped::cuda

@@ -69,22 +69,48 @@ void check_all(const te_grouped_gemm_problem& p, const ProblemShape& shape) {
 
 CUtensorMapDataType map_dtype(te_dtype dtype) {
   if (is_fp8(dtype)) return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (dtype == TE_FLOAT32) return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   return dtype == TE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// The tensor map of a matrix: swizzled boxes of 128 bytes by `box_rows` rows, zeros beyond the matrix.
+constexpr uint32_t kResultRows = UINT32_MAX;  // box_rows of a map of results
+
+int64_t pitch_bytes(const te_tensor& t) {
+  const auto bytes = int64_t(te_dtype_bytes(t.dtype));
+  return t.rows > 1 ? t.row_pitch * bytes : (t.cols * bytes + 15) / 16 * 16;  // any valid pitch for one row
+}
+
+// Extents and strides of a tensor map, innermost first.
+struct MapShape {
+  void* data;
+  std::vector<cuuint64_t> sizes, strides;
+  std::vector<cuuint32_t> box;
+};
+// A matrix in boxes of `box_rows` rows.
+MapShape operand_shape(const te_tensor& t, uint32_t box_rows) {
+  return {t.data, {cuuint64_t(t.cols), cuuint64_t(t.rows)}, {cuuint64_t(pitch_bytes(t))}, {0, box_rows}};
+}
+// A matrix of results in boxes that can end at any row: element (col, i, end) is in row end - kMmaAtomM + i. A box
+// that begins at i = kMmaAtomM - n has the n rows before `end`; its other rows are beyond the map.
+MapShape result_shape(const te_tensor& t) {
+  const int64_t pitch = pitch_bytes(t);
+  return {static_cast<char*>(t.data) - sm90::kMmaAtomM * pitch,
+          {cuuint64_t(t.cols), cuuint64_t(sm90::kMmaAtomM), cuuint64_t(t.rows + 1)},
+          {cuuint64_t(pitch), cuuint64_t(pitch)},
+          {0, uint32_t(sm90::kMmaAtomM), 1}};
+}
+
+// A tensor map: swizzled boxes of 128 bytes by rows, zeros beyond the matrix.
 CUtensorMap encoded(const te_tensor& t, uint32_t box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = reinterpret_cast<Encode>(library_symbol("cuda", "cuTensorMapEncodeTiled"));
-  const cuuint64_t sizes[2] = {cuuint64_t(t.cols), cuuint64_t(t.rows)};
-  const auto bytes = int64_t(te_dtype_bytes(t.dtype));
-  const int64_t pitch =
-      t.rows > 1 ? t.row_pitch * bytes : (t.cols * bytes + 15) / 16 * 16;  // any valid pitch for one row
-  const cuuint64_t strides[1] = {cuuint64_t(pitch)};
-  const cuuint32_t box[2] = {cuuint32_t(sm90::kSwizzleRow / bytes), box_rows}, steps[2] = {1, 1};
+  MapShape shape = box_rows == kResultRows ? result_shape(t) : operand_shape(t, box_rows);
+  shape.box[0] = cuuint32_t(sm90::kSwizzleRow / int64_t(te_dtype_bytes(t.dtype)));
+  const std::vector<cuuint32_t> steps(shape.box.size(), 1);
   CUtensorMap map;
   const auto make = [&] {
-    return encode(&map, map_dtype(t.dtype), 2, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return encode(&map, map_dtype(t.dtype), cuuint32_t(shape.box.size()), shape.data, shape.sizes.data(),
+                  shape.strides.data(), shape.box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = make();
@@ -165,6 +191,7 @@ const CUtensorMap& map_of(const te_tensor& t, uint32_t box_rows) {
 int32_t Gpu::sms() const { return sms_of(device_properties(device).sm_count); }
 bool Gpu::wide(const te_tensor& t) const { return aligned16(t); }
 CUtensorMap Gpu::map(const te_tensor& t, int box_rows) const { return map_of(t, uint32_t(box_rows)); }
+CUtensorMap Gpu::result_map(const te_tensor& t) const { return map_of(t, kResultRows); }
 
 void run(const te_grouped_gemm_problem& p, const ProblemShape& shape, te_stream stream) {
   check_all(p, shape);

@@ -52,7 +52,17 @@ struct Fp8WgradParams {
   TE_HOST_DEVICE float left_scale(int32_t group) const { return left_scales.data[group]; }
   TE_HOST_DEVICE float right_scale(int32_t group) const { return right_scales.data[group]; }
 };
-static_assert(sizeof(Fp8RowParams) <= 32764 && sizeof(Fp8WgradParams) <= 32764);
+
+// With the tensor maps of results that are staged (sm90/staging.cuh).
+struct StagedFp8RowParams : Fp8RowParams {
+  CUtensorMap output;
+};
+constexpr int kFp8StagedWgradGroups = 200;  // of a launch
+struct StagedFp8WgradParams : Fp8WgradParams {
+  CUtensorMap outputs[kFp8StagedWgradGroups];
+};
+static_assert(sizeof(StagedFp8RowParams) <= 32764 && sizeof(StagedFp8WgradParams) <= 32764);
+static_assert(kFp8StagedWgradGroups <= kFp8LaunchGroups);
 
 // Tiles of row products are those of other operands, with k_blocks of kFp8TileK.
 TE_HOST_DEVICE WorkTile fp8_row_tile(PairCoord at, int rank, RowRange rows, int32_t n, int32_t k) {

@@ -33,6 +33,7 @@ template <class Traits, class Params, class T, class TileConfigOf>
 struct MainloopBf16 {
   using Pipeline = SmemPipeline;
   using TileConfig = TileConfigOf;
+  static constexpr bool kStaged = false;
 
   static __device__ void open(int) {}
   static __device__ void close(int) {}

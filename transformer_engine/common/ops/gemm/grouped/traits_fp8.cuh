@@ -1,5 +1,6 @@
 // KernelTraits of grouped products on FP8 operands: boxes of the operands, panels of the groups, and the epilogue. The
-// dtype of a result is a run-time argument, read once a tile, so that one kernel serves all dtypes.
+// dtype of a result is a run-time argument, read once a tile, so that one kernel serves all dtypes. Results that are
+// staged have kernels of their own (sm90/staging.cuh).
 #pragma once
 
 #include "core/fp8.h"
@@ -19,10 +20,11 @@ __device__ __forceinline__ void with_result(te_dtype dtype, F&& f) {
 }
 
 // The main loop of FP8 operands. Traits::left_at(p, tile, k_block) and right_at: where the boxes of a k_block begin.
-template <class Traits, class Params, class Left, class Scales>
+template <class Traits, class Params, class Left, class Scales, bool kStagedOf>
 struct MainloopFp8 {
   using Pipeline = typename Scales::Pipeline;
   using TileConfig = sm90::Fp8TileConfig;
+  static constexpr bool kStaged = kStagedOf;
 
   static __device__ void open(int consumer) { sm90::OrderedSequence{consumer}.open(); }
   static __device__ void close(int consumer) { sm90::OrderedSequence{consumer}.close(); }
@@ -39,7 +41,7 @@ struct MainloopFp8 {
   }
   static __device__ __forceinline__ void skip(Pipeline& pipeline, sm90::PipelineState& state, const WorkTile& tile,
                                               int consumer) {
-    sm90::skip_fp8(pipeline, state, consumer, tile.k_blocks);
+    sm90::skip_fp8<kStaged>(pipeline, state, consumer, tile.k_blocks);
   }
   static __device__ __forceinline__ void consume(Pipeline& pipeline, sm90::PipelineState& state, const Params& p,
                                                  int32_t group, const WorkTile& tile, int consumer, Fp8Accum& accum) {
@@ -50,8 +52,9 @@ struct MainloopFp8 {
 };
 
 // FPROP and DGRAD: rows and weights are K-major in both.
-template <class Left, class Scales>
-struct Fp8RowKernelTraits : MainloopFp8<Fp8RowKernelTraits<Left, Scales>, Fp8RowParams, Left, Scales> {
+template <class Left, class Scales, bool kStaged = false>
+struct Fp8RowKernelTraits
+    : MainloopFp8<Fp8RowKernelTraits<Left, Scales, kStaged>, Fp8RowParams, Left, Scales, kStaged> {
   using Params = Fp8RowParams;
 
   static __device__ void find_ranges(RowRange* rows, int32_t*, const Params& p) { find_rows(rows, p.common); }
@@ -71,21 +74,40 @@ struct Fp8RowKernelTraits : MainloopFp8<Fp8RowKernelTraits<Left, Scales>, Fp8Row
     if (!p.zero_tail) return;
     with_result(p.dtype, [&](auto type) { zero_tail<decltype(type)>(p, thread, threads); });
   }
+  template <class R>
+  static __device__ __forceinline__ void add_group_bias(const Params& p, int32_t group, const WorkTile& tile,
+                                                        Fp8Partial& accum) {
+    using B = std::conditional_t<std::is_same_v<R, fp16>, fp16, bf16>;
+    const auto* bias = static_cast<const B*>(p.biases[group]);
+    if (bias != nullptr) add_bias(bias, tile, accum);
+  }
   static __device__ __forceinline__ void epilogue(const Params& p, int32_t group, const WorkTile& tile, int atom_m,
                                                   Fp8Partial& accum) {
     with_result(p.dtype, [&](auto type) {
       using R = decltype(type);
-      using B = std::conditional_t<std::is_same_v<R, fp16>, fp16, bf16>;
-      const auto* bias = static_cast<const B*>(p.biases[group]);
-      if (bias != nullptr) add_bias(bias, tile, accum);
+      add_group_bias<R>(p, group, tile, accum);
       store_accum(Output<R>{static_cast<R*>(p.result), p.pitch, p.wide}, tile, atom_m, false, accum);
     });
   }
 };
 
-// WGRAD: a range is a group's panels.
 template <class Left, class Scales>
-struct Fp8WgradKernelTraits : MainloopFp8<Fp8WgradKernelTraits<Left, Scales>, Fp8WgradParams, Left, Scales> {
+struct StagedFp8RowKernelTraits : Fp8RowKernelTraits<Left, Scales, true> {
+  using Params = StagedFp8RowParams;
+
+  static __device__ const CUtensorMap* output_map(const Params& p, int32_t) { return &p.output; }
+  // Calls f(R{}) with the type of a group's results.
+  template <class F>
+  static __device__ __forceinline__ void with_staged(const Params& p, int32_t, F&& f) {
+    if (p.dtype == TE_BFLOAT16) return f(bf16{});
+    f(fp16{});
+  }
+};
+
+// WGRAD: a range is a group's panels.
+template <class Left, class Scales, bool kStaged = false>
+struct Fp8WgradKernelTraits
+    : MainloopFp8<Fp8WgradKernelTraits<Left, Scales, kStaged>, Fp8WgradParams, Left, Scales, kStaged> {
   using Params = Fp8WgradParams;
 
   // By all threads; `counts` is scratch memory.
@@ -134,6 +156,20 @@ struct Fp8WgradKernelTraits : MainloopFp8<Fp8WgradKernelTraits<Left, Scales>, Fp
       using R = decltype(type);
       store_accum(Output<R>{static_cast<R*>(result.data), result.pitch, result.wide}, tile, atom_m, result.add, accum);
     });
+  }
+};
+
+template <class Left, class Scales>
+struct StagedFp8WgradKernelTraits : Fp8WgradKernelTraits<Left, Scales, true> {
+  using Params = StagedFp8WgradParams;
+
+  static __device__ const CUtensorMap* output_map(const Params& p, int32_t group) { return &p.outputs[group]; }
+  template <class R>
+  static __device__ void add_group_bias(const Params&, int32_t, const WorkTile&, Fp8Partial&) {}
+  // Calls f(R{}) with the type of a group's results.
+  template <class F>
+  static __device__ __forceinline__ void with_staged(const Params& p, int32_t group, F&& f) {
+    with_result(p.results[group].dtype, f);
   }
 };
 

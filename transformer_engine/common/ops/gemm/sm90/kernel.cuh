@@ -7,14 +7,20 @@
 
 #include "ops/gemm/sm90/epilogue.cuh"
 #include "ops/gemm/sm90/pipeline.cuh"
+#include "ops/gemm/sm90/staging.cuh"
 
 namespace te::gemm::sm90 {
 
 // Of 512 registers for a lane of each scheduler: loads need few; 128 accumulators and an epilogue need many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
+struct NoBoxes {};  // of kernels that store results from registers
+struct Boxes {
+  BoxPipeline boxes;
+};
+
 template <class Traits>
-struct SharedStorage {
+struct SharedStorage : std::conditional_t<Traits::kStaged, Boxes, NoBoxes> {
   typename Traits::Pipeline pipeline;
   WorkTilePipeline work_tiles;
   RowRange ranges[kLaunchGroups];     // of the operands, for each group
@@ -52,6 +58,87 @@ __device__ __forceinline__ bool has_results(const WorkTile& tile, int consumer) 
   return int64_t(tile.m) + first < tile.m_end && tile.n < tile.n_end;
 }
 
+// ---- staged results ----
+
+template <class Traits, class R>
+using StagingOf = Staging<typename Traits::TileConfig::TileShape, R>;
+
+// By the producer, after a tile's k_blocks.
+template <class Traits>
+__device__ __forceinline__ void reserve_results(SharedStorage<Traits>& shared, PipelineState& state,
+                                                const typename Traits::Params& p, int32_t group, const WorkTile& tile,
+                                                int rank) {
+  Traits::with_staged(p, group, [&](auto type) {
+    using S = StagingOf<Traits, decltype(type)>;
+    if constexpr (S::kAdds) {
+      load_old_results<S>(shared.pipeline, shared.boxes, state, Traits::output_map(p, group), tile);
+    } else {
+      reserve_result_stages(shared.pipeline, state, S::kStages, rank);
+    }
+  });
+}
+
+// By a consumer.
+template <class Traits>
+__device__ __forceinline__ void stage_results(
+    SharedStorage<Traits>& shared, PipelineState& state, const typename Traits::Params& p,
+    const WorkTilePipeline::GroupTile& done, int consumer, int rank,
+    float (&accum)[Traits::TileConfig::TileShape::kMmaAtoms][Traits::TileConfig::TileShape::kFragment]) {
+  Traits::with_staged(p, done.group, [&](auto type) {
+    using R = decltype(type);
+    using S = StagingOf<Traits, R>;
+    wait_for_result_stages(shared.pipeline, state, S::kStages);
+    BoxState box_state = shared.boxes.states[warp_of_consumers()];
+#pragma unroll
+    for (int atom = 0; atom < Traits::TileConfig::TileShape::kMmaAtoms; ++atom) {
+      Traits::template add_group_bias<R>(p, done.group, done.tile, accum[atom]);
+      stage_accum<S, R>(shared.pipeline, shared.boxes, box_state, state, consumer, rank, atom, accum[atom]);
+    }
+    keep(shared.boxes, box_state);
+    state.count += uint32_t(S::kStages);
+  });
+}
+
+// By a consumer without results in a tile.
+template <class Traits>
+__device__ __forceinline__ void skip_results(SharedStorage<Traits>& shared, PipelineState& state,
+                                             const typename Traits::Params& p, int32_t group, int consumer, int rank) {
+  Traits::with_staged(p, group, [&](auto type) {
+    constexpr int kReserved = StagingOf<Traits, decltype(type)>::kStages;
+    pass_boxes(shared.pipeline, shared.boxes, state, kReserved, consumer, rank);
+    state.count += uint32_t(kReserved);
+  });
+}
+
+// By a storing warp.
+template <class Traits>
+__device__ __forceinline__ void run_storer(SharedStorage<Traits>& shared, const typename Traits::Params& p, int rank,
+                                           int consumer) {
+  const int lane = int(threadIdx.x) % 32;
+  PipelineState state, tile_state;
+  BoxState box_state;
+  while (true) {
+    const WorkTilePipeline::GroupTile& work = shared.work_tiles.wait(tile_state);
+    if (work.group < 0) break;
+    state.count += uint32_t(work.tile.k_blocks);
+    Traits::with_staged(p, work.group, [&](auto type) {
+      using S = StagingOf<Traits, decltype(type)>;
+      if (has_results<typename Traits::TileConfig>(work.tile, consumer)) {
+        store_boxes<S>(shared.pipeline, shared.boxes, box_state, state, Traits::output_map(p, work.group), work.tile,
+                       consumer, rank, lane);
+      } else {
+        wait_for_box(shared.boxes, box_state, consumer);
+        pass_result_stages(shared.pipeline, state, S::kStages, lane);
+      }
+      state.count += uint32_t(S::kStages);
+    });
+    shared.work_tiles.release(tile_state, rank);
+  }
+  bulk_wait();
+}
+
+// ---- the roles of warps ----
+
 template <class Traits>
 __device__ __forceinline__ void run_producer(SharedStorage<Traits>& shared, const typename Traits::Params& p,
                                              int rank) {
@@ -63,6 +150,7 @@ __device__ __forceinline__ void run_producer(SharedStorage<Traits>& shared, cons
     const WorkTile tile = Traits::work_tile(p, at, rank, shared.ranges[at.group]);
     const auto& pushed = shared.work_tiles.push(tile_state, rank, at.group, tile);
     Traits::produce(shared.pipeline, state, p, at.group, pushed.tile, rank);  // reads the tile from shared memory
+    if constexpr (Traits::kStaged) reserve_results<Traits>(shared, state, p, at.group, pushed.tile, rank);
   }
   shared.work_tiles.push(tile_state, rank, -1, {});
 }
@@ -79,13 +167,18 @@ __device__ __forceinline__ void run_consumer(SharedStorage<Traits>& shared, cons
     if (work.group < 0) break;
     if (!has_results<TileConfig>(work.tile, consumer)) {
       Traits::skip(shared.pipeline, state, work.tile, consumer);
+      if constexpr (Traits::kStaged) skip_results<Traits>(shared, state, p, work.group, consumer, rank);
     } else {
       float accum[TileShape::kMmaAtoms][TileShape::kFragment];
       Traits::consume(shared.pipeline, state, p, work.group, work.tile, consumer, accum);
       const WorkTilePipeline::GroupTile done = work;  // read after the main loop, which needs the registers
+      if constexpr (Traits::kStaged) {
+        stage_results<Traits>(shared, state, p, done, consumer, rank, accum);
+      } else {
 #pragma unroll
-      for (int atom = 0; atom < TileShape::kMmaAtoms; ++atom) {
-        Traits::epilogue(p, done.group, done.tile, consumer * TileShape::kConsumerM + atom * kMmaAtomM, accum[atom]);
+        for (int atom = 0; atom < TileShape::kMmaAtoms; ++atom) {
+          Traits::epilogue(p, done.group, done.tile, consumer * TileShape::kConsumerM + atom * kMmaAtomM, accum[atom]);
+        }
       }
     }
     shared.work_tiles.release(tile_state, rank);
@@ -96,6 +189,7 @@ __device__ __forceinline__ void run_consumer(SharedStorage<Traits>& shared, cons
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     grouped_kernel(const __grid_constant__ typename Traits::Params p) {
+  constexpr int kStorers = Traits::kStaged ? kConsumers : 0;
   unsigned char* memory = shared_memory();
   const uint32_t past = shared_address(memory) % kSharedAlignment;
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(memory + (past == 0 ? 0 : kSharedAlignment - past));
@@ -104,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     shared.before[g] = Traits::pairs(p, g, shared.ranges[g]);
   }
   if (threadIdx.x == 0) {
-    shared.work_tiles.init_barriers();
+    shared.work_tiles.init_barriers(kConsumers * kWarps + kStorers);
+    if constexpr (Traits::kStaged) shared.boxes.init_barriers();
     shared.pipeline.init_barriers();
   }
   __syncthreads();
@@ -115,7 +210,12 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
   if (threadIdx.x < kWarpgroup) {
     warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == 0) run_producer<Traits>(shared, p, rank);
-    if (threadIdx.x >= 32) Traits::run_idle_warps(p, int(threadIdx.x) - 32, kWarpgroup - 32);
+    if constexpr (Traits::kStaged) {
+      const int warp = int(threadIdx.x) / 32;
+      if (warp > 0 && warp <= kStorers) run_storer<Traits>(shared, p, rank, warp - 1);
+    }
+    constexpr int kBusy = 32 * (1 + kStorers);
+    if (threadIdx.x >= kBusy) Traits::run_idle_warps(p, int(threadIdx.x) - kBusy, kWarpgroup - kBusy);
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
     run_consumer<Traits>(shared, p, rank, int(threadIdx.x) / kWarpgroup - 1);

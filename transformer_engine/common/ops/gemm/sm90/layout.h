@@ -11,6 +11,10 @@ namespace te::gemm::sm90 {
 struct BoxCoord {
   int32_t col, row;
 };
+// A box of results: `rows` of kMmaAtomM rows.
+struct ResultBox {
+  int32_t col, row, rows;
+};
 TE_HOST_DEVICE BoxCoord box_coord(Major major, int i, int32_t mn, int32_t k) {
   return major == Major::kK ? BoxCoord{k, mn} : BoxCoord{mn + i * kBoxCols, k};
 }

@@ -60,10 +60,11 @@ struct WorkTilePipeline {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  __device__ void init_barriers() {
+  // `readers`: warps that read each tile.
+  __device__ void init_barriers(int readers) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&full[i], 1);
-      barrier_init(&empty[i], kConsumers * kWarps);
+      barrier_init(&empty[i], uint32_t(readers));
     }
   }
   __device__ __forceinline__ const GroupTile& push(PipelineState& state, int rank, int32_t group,

@@ -140,6 +140,29 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint64_t* 
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// Boxes of results; `map` is a result_map(). Its second coordinate counts kMmaAtomM rows that end at the row before the
+// third one, so that the rows after the box's own ones are beyond the map: not written, and read as zeros.
+__device__ __forceinline__ void tma_store_results(const CUtensorMap* map, const void* from, ResultBox at) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(at.col), "r"(kMmaAtomM - at.rows), "r"(at.row + at.rows)
+               : "memory");
+}
+__device__ __forceinline__ void tma_load_results(void* to, const CUtensorMap* map, uint64_t* barrier, ResultBox at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(at.col), "r"(kMmaAtomM - at.rows), "r"(at.row + at.rows)
+      : "memory");
+}
+// The copies since the last commit become this thread's next group.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's groups still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Until all copies of this thread have completed.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders this thread's writes to shared memory before later TMA copies and MMAs.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
