@@ -41,7 +41,7 @@ struct MainloopFp8 {
   }
   static __device__ __forceinline__ void skip(Pipeline& pipeline, sm90::PipelineState& state, const WorkTile& tile,
                                               int consumer) {
-    sm90::skip_fp8<kStaged>(pipeline, state, consumer, tile.k_blocks);
+    sm90::skip_fp8(pipeline, state, consumer, tile.k_blocks);
   }
   static __device__ __forceinline__ void consume(Pipeline& pipeline, sm90::PipelineState& state, const Params& p,
                                                  int32_t group, const WorkTile& tile, int consumer, Fp8Accum& accum) {

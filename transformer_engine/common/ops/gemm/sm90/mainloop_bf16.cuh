@@ -62,6 +62,7 @@ __device__ __forceinline__ void clear_tail_k(unsigned char* tiles, int consumer,
 __device__ __forceinline__ void skip_bf16(SmemPipeline& pipeline, PipelineState& state, const WorkTile& tile) {
   for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
     barrier_wait(&pipeline.full[state.index()], state.full_phase());
+    __syncwarp();  // or a later phase ends while a lane still waits for this one
     pipeline.release(state.index());
     state.advance();
   }

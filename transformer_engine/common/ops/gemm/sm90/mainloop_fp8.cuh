@@ -34,14 +34,13 @@ __device__ __forceinline__ void produce_fp8(Pipeline& pipeline, PipelineState& s
   }
 }
 
-// A consumer without results in a tile still releases the stages and takes its turns. kStaged: a later phase of a stage
-// can end without a copy (staging.cuh), so that no lane may still wait for this one.
-template <bool kStaged, class Pipeline>
+// A consumer without results in a tile still releases the stages and takes its turns.
+template <class Pipeline>
 __device__ __forceinline__ void skip_fp8(Pipeline& pipeline, PipelineState& state, int consumer, int k_blocks) {
   const OrderedSequence order{consumer};
   for (int k_block = 0; k_block < k_blocks; ++k_block) {
     barrier_wait(&pipeline.full[state.index()], state.full_phase());
-    if constexpr (kStaged) __syncwarp();
+    __syncwarp();  // or a later phase ends while a lane still waits for this one
     pipeline.release(state.index());
     for (int atom = 0; atom < Fp8TileShape::kMmaAtoms; ++atom) {
       order.wait();
