@@ -191,6 +191,43 @@ TEST_P(GroupedFp8, NothingToReduce) {
   }
 }
 
+// More rows than blocks after the groups, and pieces of 16 bytes that no power of two divides.
+TEST_P(GroupedFp8, LongTails) {
+  for (const te_grouped_product product : kRowProducts) {
+    for (const GroupedShape& s : {GroupedShape{{3, 0, 130}, 700, 1096, 1096, 8}, GroupedShape{{0}, 300, 8, 8}}) {
+      Fp8Case<e4m3, bf16> c(GetParam(), product, TE_SCALING_BLOCK_1D, s, Draw::kExact);
+      c.problem.zero_tail = 1;
+      TE_ASSERT_OK(te_grouped_gemm(&c.problem, nullptr));
+      check_rows(c, Draw::kExact, on_cpu(), name_of(s, product));
+    }
+  }
+}
+
+// Adding zeros keeps the bits of subnormal and infinite values, with few rows and with many; NaN stays NaN.
+TEST_P(GroupedFp8, AddedZerosKeepOldValues) {
+  const GroupedShape s{{1100, 0, 129}, 0, 136, 72, 8};
+  const float specials[] = {1e-45f, -3e-39f, 1.17e-38f, INFINITY, -INFINITY, NAN, 1.f};
+  std::vector<float> old(size_t(s.n * s.k));
+  for (size_t i = 0; i < old.size(); ++i) old[i] = specials[i % 7];
+  for (const te_scaling scaling : kScalings) {
+    Fp8Case<e4m3, float> c(GetParam(), TE_GROUPED_WGRAD, scaling, s, Draw::kExact);
+    for (auto& result : c.results) result->fill(old);
+    const std::vector<uint8_t> accumulate(3, 1);
+    c.problem.accumulate = accumulate.data();
+    const te_tensor& scales = c.problem.rows_scale_inv;
+    testing::Buffer<float> zeros(GetParam(), scales.rows, scales.cols);
+    zeros.fill(std::vector<float>(size_t(scales.rows * scales.cols), 0.f));
+    c.problem.rows_scale_inv = zeros.tensor();
+    for (int i = 0; i < 2; ++i) TE_ASSERT_OK(te_grouped_gemm(&c.problem, nullptr));
+    for (const auto& result : c.results) {
+      const std::vector<float> got = result->read();
+      for (size_t i = 0; i < got.size(); ++i) {
+        ASSERT_TRUE(std::isnan(old[i]) ? std::isnan(got[i]) : got[i] == old[i]) << old[i] << " became " << got[i];
+      }
+    }
+  }
+}
+
 TEST_P(GroupedFp8, NoOutputIsWanted) {
   Fp8Case<e4m3, float> c(GetParam(), TE_GROUPED_WGRAD, TE_SCALING_BLOCK_1D, {{3, 4}, 0, 9, 5}, Draw::kExact);
   for (te_tensor& t : c.result_tensors) t.data = nullptr;

@@ -7,9 +7,10 @@
  *   DGRAD  dx[rows] = dy[rows] weights[g][N, K]
  *   WGRAD  results[g][N, K] = dy[rows]^T x[rows], or += where accumulate[g] is not 0
  * Sums in float32, in the order of the reduced dimension; the bias, or the old result, is added in float32 before the
- * one rounding. For a group of WGRAD with more than 960 rows, float32 results on CUDA may be accumulated by an atomic
- * add in memory, whose subnormal operands and results count as 0. (On the CPU the sums are those of te_gemm, one group
- * after the other.)
+ * one rounding. On CUDA, float32 results of WGRAD that accumulate products of two-byte operands are added by an atomic
+ * in memory where a group has more than 960 rows: its subnormal operands and results count as 0. Groups of fewer rows,
+ * and of FP8 operands with any number, keep them. (On the CPU the sums are those of te_gemm, one group after the
+ * other.)
  *
  * Layouts. Any pitch >= cols, any K, N and R < 2^31, any group size, 0 included, no alignment of groups. On CUDA, TMA
  *   reads rows, depth_rows, weights and the scales of panels: addresses on 16 bytes and pitches of multiples of 16

@@ -28,6 +28,30 @@ __device__ __forceinline__ void zero_tail(const Params& p, int thread, int threa
   }
 }
 
+// zero_tail() where rows are whole pieces of 16 bytes, as those of staged results are: by one warp, 32 pieces at once,
+// which may be those of several rows.
+template <class R, class Params>
+__device__ __forceinline__ void zero_whole_pieces(const Params& p, int lane) {
+  const RowRange tail = rows_between(p.common.offsets[p.common.groups], p.common.rows, p.common.rows);
+  const int32_t ctas = int32_t(gridDim.x), first = int32_t(blockIdx.x), pieces = p.n / kPiece<R>;
+  const auto rows = int32_t((uint32_t(tail.last - tail.first) + uint32_t(ctas - 1 - first)) / uint32_t(ctas));
+  const int64_t pitch = p.pitch / kPiece<R>, to_next_row = ctas * pitch;
+  const int32_t more_rows = 32 / pieces, more_pieces = 32 % pieces;
+  int32_t row = lane / pieces, piece = lane % pieces;
+  auto* to = static_cast<uint4*>(p.result) + (int64_t(tail.first) + first) * pitch + row * to_next_row + piece;
+  while (row < rows) {
+    *to = uint4{};
+    row += more_rows;
+    piece += more_pieces;
+    to += more_rows * to_next_row + more_pieces;
+    if (piece >= pieces) {
+      ++row;
+      piece -= pieces;
+      to += to_next_row - pieces;
+    }
+  }
+}
+
 // The main loop of 2-byte operands.
 template <class Traits, class Params, class T, class TileConfigOf>
 struct MainloopBf16 {

@@ -72,7 +72,11 @@ struct Fp8RowKernelTraits
   }
   static __device__ void run_idle_warps(const Params& p, int thread, int threads) {
     if (!p.zero_tail) return;
-    with_result(p.dtype, [&](auto type) { zero_tail<decltype(type)>(p, thread, threads); });
+    if constexpr (kStaged) {
+      zero_whole_pieces<bf16>(p, thread);  // staged rows have two-byte results
+    } else {
+      with_result(p.dtype, [&](auto type) { zero_tail<decltype(type)>(p, thread, threads); });
+    }
   }
   template <class R>
   static __device__ __forceinline__ void add_group_bias(const Params& p, int32_t group, const WorkTile& tile,
