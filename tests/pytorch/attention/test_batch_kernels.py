@@ -1,10 +1,13 @@
-# A batch with a sink by the kernels cudnn and efficient of te::attention, against chunked in float64. On a CPU
-# stand-ins take the place of PyTorch's kernels.
+# A batch with a sink by the kernels cudnn and efficient of te::attention, against chunked in float64; when
+# DotProductAttention takes them. On a CPU stand-ins take the place of PyTorch's kernels.
 import contextlib
 
 import pytest
 import torch
-from support import refused
+from support import assert_same_bits, refused
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.backends import attention_path
 
 from .batch_stand_in import batch_kernels_on_the_cpu
 from .packed_cases import batch_inputs, check_close, gradients
@@ -167,3 +170,78 @@ def test_a_gradient_of_the_log_sum_exp_is_refused(device, kernel, dtype):
     lse = attention(*leaves, kernel=kernel)[1]
     with refused(NotImplementedError, f"'{kernel}'", "log-sum-exp", "kernel='chunked'"):
         lse.sum().backward()
+
+
+CAUSAL = {"mask": "causal", "seq_q": 9, "seq_kv": 9}
+
+
+@pytest.mark.parametrize(
+    "options, kernel",
+    [
+        ({}, "cudnn"),
+        ({"mask": "no_mask", "seq_kv": 7}, "cudnn"),
+        ({"mask": "causal_bottom_right"}, "cudnn"),
+        ({"mask": "padding_causal", "same_lengths": True}, "cudnn"),
+        ({"mask": "padding_causal"}, "chunked"),
+        ({"mask": "causal_bottom_right", "seq_kv": 12}, "flash"),
+        ({"mask": "causal_bottom_right", "seq_q": 1}, "flash"),
+        ({"mask": "causal", "seq_q": 1}, "chunked"),
+        ({"window": (4, 0)}, "flash"),
+        ({"widest_head": 136}, "flash"),
+        ({"flash_fits": False}, "flash"),
+        ({"deterministic": True}, "flash"),
+        ({"repeat_bits": True}, "flash_deterministic"),
+        ({"flash_impl": "FA3"}, "flash"),
+        ({"softcap": True}, "chunked"),
+        ({"max_logit": True}, "chunked"),
+        ({"bias": "alibi"}, "chunked"),
+        ({"mask": "arbitrary"}, "chunked"),
+        ({"packed": True, "mask": "padding_causal", "same_lengths": True}, "flash"),
+        ({"away": ("NVTE_FUSED_ATTN",)}, "flash"),
+        ({"away": ("NVTE_FLASH_ATTN",)}, "cudnn"),
+        ({"away": ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")}, "chunked"),
+        ({"dtype": torch.float32}, "efficient"),
+        ({"dtype": torch.float32, "away": ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")}, "chunked"),
+        ({"dtype": torch.float32, "deterministic": True}, "chunked"),
+        ({"dtype": torch.float32, "window": (4, 0)}, "chunked"),
+        ({"dtype": torch.float64}, "chunked"),
+        ({"device": "cpu"}, "chunked"),
+        ({"sink": False}, ""),
+    ],
+    ids=str,
+)
+def test_which_calls_take_them(options, kernel):
+    options = {"sink": True, "deterministic": False, "widest_head": 64, **CAUSAL, **options}
+    device, dtype = torch.device(options.pop("device", "cuda")), options.pop("dtype", torch.bfloat16)
+    path = attention_path(device, dtype, **options)
+    assert path.kernel == kernel and path.padding_outside == (kernel == "cudnn" and "padding" in options["mask"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, kernel", [(torch.bfloat16, "cudnn"), (torch.float16, "cudnn"), (torch.float32, "efficient")]
+)
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "padding_causal"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_modules_take_them(dtype, kernel, mask, layout):
+    """With the values of chunked, for any content of the padding; compiled and recomputed calls are the same."""
+    options = {"qkv_format": layout, "attn_mask_type": mask, "softmax_type": "learnable", "device": "cuda"}
+    ours, call = te.DotProductAttention(4, 64, 2, **options), {}
+    torch.nn.init.normal_(ours.softmax_offset)
+    tensors = batch_inputs("cuda", dtype, layout=layout)
+    if mask == "padding_causal":
+        lengths = torch.tensor([0, 70, 111], dtype=torch.int32, device="cuda")
+        call = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+        for t in tensors:
+            (t[1] if layout == "bshd" else t[:, 1])[41:] = 6e4
+    (row,) = [row for row in te.explain(ours, *tensors, **call).rows if row.op == "attention"]
+    assert row.path == kernel
+    got = gradients(lambda *t: ours(*t, **call), tensors)
+    torch.use_deterministic_algorithms(True)  # leaves flash and chunked
+    check_close(got, gradients(lambda *t: ours(*t, **call), tensors), dtype, mask, factor=2)
+    torch.use_deterministic_algorithms(False)
+    compiled = torch.compile(ours, fullgraph=True)
+    for again in (lambda *t: compiled(*t, **call), lambda *t: ours(*t, checkpoint_core_attention=True, **call)):
+        out = again(*tensors)
+        assert_same_bits(out.detach(), got[0])
+        check_close(gradients(again, tensors), got, dtype, mask)

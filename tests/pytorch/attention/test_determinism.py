@@ -51,8 +51,8 @@ def path_of(device="cuda", dtype=torch.bfloat16, **options):
         ({**CAUSAL, "sink": True}, "flash_deterministic"),
         ({**CAUSAL, "packed": True, "same_lengths": True}, "flash_deterministic"),
         ({**PADDED, "same_lengths": True}, "flash_deterministic"),
-        ({**PADDED, "same_lengths": True, "sink": True, "repeat_bits": False}, "flash"),
-        ({**CAUSAL, "sink": True, "repeat_bits": False}, "flash"),
+        ({**PADDED, "same_lengths": True, "sink": True, "repeat_bits": False}, "cudnn"),
+        ({**CAUSAL, "sink": True, "repeat_bits": False}, "cudnn"),
         ({**CAUSAL, "sink": True, "away": ("NVTE_FLASH_ATTN",)}, "chunked"),
         ({**CAUSAL, "sink": True, "device": "cpu"}, "chunked"),
         ({**CAUSAL, "sink": True, "dtype": torch.float32}, "chunked"),
@@ -71,7 +71,7 @@ def test_kernels_of_a_batch(options, kernel):
     assert path.kernel == kernel and path.backends == () and not path.mask_tensor and path.reason.endswith(".")
     assert path.padding_outside == (kernel != "chunked" and options["mask"] == "padding_causal")
     assert path.pattern.padding == (kernel == "chunked" and options["mask"] == "padding_causal")
-    assert path.pattern.bottom_right or kernel == "chunked"
+    assert path.pattern.bottom_right or kernel in ("chunked", "cudnn")
 
 
 @pytest.mark.parametrize(

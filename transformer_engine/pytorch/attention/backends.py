@@ -123,6 +123,10 @@ def attention_path(
         if repeat_bits and deterministic:  # flash takes no notice of a flag that warns alone
             repeat_bits = torch.is_deterministic_algorithms_warn_only_enabled()
     needs = _needs_kernel(sink, softcap, max_logit)
+    if sink and not (packed or softcap or max_logit or deterministic or repeat_bits or flash_impl):
+        kernel = _kernel_of_batches(device, dtype, pattern, bias, flash_fits, widest_head, seq_q, seq_kv, away)
+        if kernel:
+            return AttentionPath((), dtype, pattern, False, False, False, False, needs, kernel, outside)
     if packed or needs or (repeat_bits and not dropout):
         own_end = _own_end(pattern, packed, same_lengths, seq_q, seq_kv)
         refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
@@ -207,6 +211,32 @@ def _impl_refuses(flash_impl: str | None, pattern: Pattern, deterministic: bool)
     if flash_impl != "FA3" and (pattern.left >= 0 or pattern.right > 0):
         return f"{flash_impl} is active in place of torch's flash; its backward has no window."
     return ""
+
+
+# The widest head of cuDNN in functional.attention.
+_WIDEST_CUDNN = 128
+
+
+def _kernel_of_batches(
+    device: torch.device,
+    dtype: torch.dtype,
+    pattern: Pattern,
+    bias: str,
+    flash_fits: bool,
+    widest_head: int,
+    seq_q: int | None,
+    seq_kv: int | None,
+    away: Collection[str],
+) -> str:
+    """The kernel of functional.attention that takes a batch with a sink, or '' where it is left to flash and chunked.
+    cuDNN's and the memory-efficient one begin their diagonal top left and have no window."""
+    if device.type != "cuda" or bias != "no_bias" or not flash_fits or 1 in (seq_q, seq_kv):
+        return ""
+    if pattern.padding or pattern.arbitrary or (pattern.positional and not pattern.top_left_causal):
+        return ""
+    if dtype in (torch.float16, torch.bfloat16):
+        return "cudnn" if widest_head <= _WIDEST_CUDNN and "NVTE_FUSED_ATTN" not in away else ""
+    return "efficient" if dtype == torch.float32 and not all(name in away for name in _FUSED) else ""
 
 
 def _own_end(pattern: Pattern, packed: bool, same_lengths: bool, seq_q: int | None, seq_kv: int | None) -> str:
