@@ -52,7 +52,7 @@ TEST_P(Attention, ManyRows) {
 }
 
 te_attention_rows rows_of(Buffer<int32_t>& lengths, Buffer<int32_t>* starts, int64_t rows) {
-  return {rows, lengths.tensor(), starts == nullptr ? te_tensor{} : starts->tensor()};
+  return {rows, lengths.tensor(), starts == nullptr ? te_tensor{} : starts->tensor(), 0, 0};
 }
 
 TEST_P(Attention, Pieces) {
@@ -78,6 +78,27 @@ TEST_P(Attention, ZeroPadding) {
     TE_ASSERT_OK(te_attention_zero_padding(&p.plan.queries, &keys.plan.queries, p.out->tensor(), te_tensor{},
                                            keys.out->tensor(), nullptr));
     expect_zero_padding(p), expect_zero_padding(keys);
+  }
+}
+
+TEST_P(Attention, ZeroPaddingOfABatch) {
+  constexpr int64_t kSeq = 37, kCols = 24;
+  const std::vector<int32_t> sums{0, 5, 5, 42, 80};  // the last is longer than the sequence
+  const int64_t sequences = int64_t(sums.size()) - 1;
+  Buffer<int32_t> lengths(GetParam(), 1, sequences + 1);
+  lengths.fill(sums);
+  for (const bool batch_first : {false, true}) {
+    Buffer<bf16> t(GetParam(), kSeq * sequences, kCols);
+    t.poison();
+    te_attention_rows rows = rows_of(lengths, nullptr, kSeq * sequences);
+    rows.seq = kSeq, rows.batch_first = batch_first;
+    TE_ASSERT_OK(te_attention_zero_padding(&rows, &rows, te_tensor{}, t.tensor(), te_tensor{}, nullptr));
+    const auto values = t.read();
+    for (int64_t i = 0; i < int64_t(values.size()); ++i) {
+      const int64_t row = i / kCols, of = batch_first ? row / kSeq : row % sequences;
+      const bool padding = (batch_first ? row % kSeq : row / sequences) >= sums[of + 1] - sums[of];
+      ASSERT_TRUE(padding ? to_float(values[i]) == 0.f : std::isnan(to_float(values[i]))) << batch_first << " " << i;
+    }
   }
 }
 
@@ -133,6 +154,12 @@ TEST(AttentionErrors, Tensors) {
   wrong = out, wrong.rows = 8;
   expect_refused(te_attention_zero_padding(&p.plan.queries, &p.plan.queries, wrong, te_tensor{}, te_tensor{}, nullptr),
                  {"te_attention_zero_padding", "'dq'", "[8, 16]"});
+  te_attention_rows batch = p.plan.queries;
+  batch.starts = te_tensor{}, batch.seq = 5;
+  expect_refused(te_attention_zero_padding(&batch, &p.plan.queries, out, te_tensor{}, te_tensor{}, nullptr),
+                 {"te_attention_zero_padding", "'queries.rows'", "9", "each of 5"});
+  expect_refused(te_attention_sequences(&batch, -1, nullptr, -1, te_tensor{}, te_tensor{}, nullptr),
+                 {"te_attention_sequences", "'queries.seq'", "5"});
   expect_refused(te_attention_sequences(&p.plan.queries, -1, nullptr, -1, lse, lse, nullptr), {"'pieces_kv'"});
   expect_refused(te_attention_sequences(nullptr, -1, nullptr, -1, te_tensor{}, te_tensor{}, nullptr), {"'queries'"});
 }

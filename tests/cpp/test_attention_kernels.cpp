@@ -107,8 +107,8 @@ TEST(AttentionKernels, PiecesAndRefusals) {
     refusals.clear();
     run_blocks(sides, kThreads, 7, [&] { sequences_kernel(q, kv); });
   };
-  const Side q{{lengths.data(), starts.data(), 9, 3}, 3, of_q.data()},
-      kv{{keys.data(), nullptr, 8, 3}, 4, of_kv.data()};
+  const Side q{{lengths.data(), starts.data(), 9, 3, false, 0}, 3, of_q.data()},
+      kv{{keys.data(), nullptr, 8, 3, false, 0}, 4, of_kv.data()};
   run(q, kv, 2);
   EXPECT_TRUE(refusals.empty());
   EXPECT_EQ(of_q, (std::vector<int32_t>{1, 4, 6, 6, 6, 6, 6, 8, 9, 9}));
@@ -150,6 +150,30 @@ TEST(AttentionKernels, ZeroPadding) {
     list.tensors[0] = zeroed(p, 2), list.tensors[2] = zeroed(keys, 4);
     run_blocks(list.tensors[0].blocks + list.tensors[2].blocks, kThreads, 9, [&] { zero_padding_kernel(list); });
     expect_zero_padding(p), expect_zero_padding(keys);
+  }
+}
+
+TEST(AttentionKernels, ZeroPaddingOfABatch) {
+  constexpr int64_t kSeq = 37, kCols = 24;
+  const std::vector<int32_t> sums{0, 5, 5, 42};
+  const int64_t sequences = int64_t(sums.size()) - 1, rows = kSeq * sequences;
+  for (const bool batch_first : {false, true}) {
+    Buffer<bf16> t(TE_DEVICE_CPU, rows, kCols);
+    t.poison();
+    ZeroedTensors list{};
+    list.tensors[0] = Zeroed{{sums.data(), nullptr, rows, int32_t(sequences), batch_first, kSeq},
+                             reinterpret_cast<char*>(t.data()),
+                             kCols * 2,
+                             kCols * 2,
+                             true,
+                             unsigned((rows + kZeroRows - 1) / kZeroRows)};
+    run_blocks(list.tensors[0].blocks, kThreads, 9, [&] { zero_padding_kernel(list); });
+    const auto values = t.read();
+    for (int64_t i = 0; i < int64_t(values.size()); ++i) {
+      const int64_t row = i / kCols, of = batch_first ? row / kSeq : row % sequences;
+      const bool padding = (batch_first ? row % kSeq : row / sequences) >= sums[of + 1] - sums[of];
+      ASSERT_TRUE(padding ? to_float(values[i]) == 0.f : std::isnan(to_float(values[i]))) << batch_first << " " << i;
+    }
   }
 }
 

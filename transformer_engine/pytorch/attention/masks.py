@@ -235,15 +235,6 @@ def present_tokens(
     return queries, keys
 
 
-def with_padding(
-    scores: Scores, cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None], seqs: tuple[int, int]
-) -> Scores:
-    """For a pattern that hides the padding from every token, so that the mask needs none; every query sees a key."""
-    queries, keys = present_tokens(None, cu_seqlens, seqs)
-    padding = (~queries[:, None, :, None], ~keys[:, None, :, None])
-    return scores._replace(unseen=padding[0], padding=padding)
-
-
 def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
     if mask is not None:
         return ~mask[:, 0, 0, :]

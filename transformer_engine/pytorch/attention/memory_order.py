@@ -5,6 +5,7 @@ import torch
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal import torch_private
+from transformer_engine.pytorch.attention.masks import present_tokens
 
 _BYTES = 16
 
@@ -43,3 +44,61 @@ def zeroed(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """Zeros in rows of t, in one pass that keeps the order of its dimensions in memory; masked_fill takes two, in
     another order."""
     return torch.where(where, 0.0, t)
+
+
+class _Inputs(torch.autograd.Function):
+    """Their gradients are zeros in padding as they are: the gradient of the result is, and no token sees padding."""
+
+    @staticmethod
+    def forward(ctx, cumulative, batch_first, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(_C.attention_without_padding(tensors, cumulative, batch_first))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *grads
+
+
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, cumulative, batch_first, out):
+        ctx.save_for_backward(cumulative)
+        ctx.batch_first = batch_first
+        return _C.attention_without_padding((out,), cumulative, batch_first)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, _without_padding((grad,), *ctx.saved_tensors, ctx.batch_first, None)[0]
+
+
+def inputs_without_padding(
+    tensors: tuple[torch.Tensor, ...], cumulative: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v of a batch with zeros in the rows after each sequence's length, where a causal mask hides padding
+    from tokens and result_without_padding() follows."""
+    return _without_padding(tensors, cumulative, batch_first, _Inputs)
+
+
+def result_without_padding(out: torch.Tensor, cumulative: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """The result [.., .., heads, width] likewise, and its gradient."""
+    return _without_padding((out,), cumulative, batch_first, _Result)[0]
+
+
+def _without_padding(tensors, cumulative, batch_first, node):
+    """By the engine, a copy and a launch for all; or by one pass over each tensor, which compilers fuse with others and
+    which keeps another order of tokens. node: of autograd, None: there is none."""
+    fused = torch.compiler.is_compiling() or _is_wrapped()
+    if fused or (node is None and torch.is_grad_enabled()) or not all(map(_by_token, tensors)):
+        seq = tensors[0].shape[1 if batch_first else 0]
+        padding = ~present_tokens(None, (cumulative, cumulative), (seq, seq))[0]
+        padding = (padding if batch_first else padding.t())[:, :, None, None]
+        return tuple(zeroed(t, padding) for t in tensors)
+    if node is None:
+        return _C.attention_without_padding(tensors, cumulative, batch_first)
+    made = node.apply(cumulative, batch_first, *tensors)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _by_token(t: torch.Tensor) -> bool:
+    strides = t.stride()
+    return strides[0] >= strides[1] >= strides[2] >= strides[3] > 0

@@ -3,7 +3,8 @@
  *
  * Rows. A tensor [rows, heads * head_dim] has a query or a key in each row. Packed: sequence i of n has the rows
  *   starts[i] .. starts[i] + lengths[i + 1] - lengths[i]; other rows are padding. Without lengths no row is padding,
- *   and the rows are `batch` sequences of equal length.
+ *   and the rows are `batch` sequences of equal length. With `seq` the rows are n sequences of `seq` rows each, of
+ *   which the first lengths[i + 1] - lengths[i] are no padding (te_attention_zero_padding alone).
  * Formula. With a the score of a head's sink and L the lse of a row and head that has seen keys:
  *     forward   out' = out sigmoid(L - a),  L' = log(exp(L) + exp(a))
  *               A row without keys: out' = out, L' = a. Without a sink, or with a = -inf: out' = out, L' = L.
@@ -34,6 +35,8 @@ typedef struct te_attention_rows {
   int64_t rows;
   te_tensor lengths; /* int32 [1, n + 1], on the device of the rows: 0, then each sequence's length added */
   te_tensor starts;  /* int32 [1, n + 1]: where sequences begin, and the end of the last; absent: as lengths */
+  int64_t seq;       /* 0: packed or without lengths; a batch: its rows are [n, seq] with batch_first, else [seq, n] */
+  int32_t batch_first;
 } te_attention_rows;
 
 typedef struct te_attention_plan {
@@ -65,7 +68,8 @@ TE_API te_status te_attention_backward(const te_attention_plan* plan, te_tensor 
                                        te_tensor kernel_lse, te_tensor dsink, te_tensor workspace, te_stream stream);
 TE_API int64_t te_attention_backward_workspace(int64_t rows, int64_t heads);
 
-/* Writes zeros to the rows of padding of dq (of the queries), and of dk and dv (of the keys). Each may be absent. */
+/* Writes zeros to the rows of padding of dq (of the queries), and of dk and dv (of the keys). Each may be absent. The
+ * lengths of a batch are not checked. */
 TE_API te_status te_attention_zero_padding(const te_attention_rows* queries, const te_attention_rows* keys,
                                            te_tensor dq, te_tensor dk, te_tensor dv, te_stream stream);
 

@@ -203,6 +203,19 @@ void check_rows(const char* op, const char* argument, const te_attention_rows& t
   if (t.starts.data != nullptr) check_as(op, (name + ".starts").c_str(), t.starts, 1, t.lengths.cols, like);
 }
 
+void check_no_batch(const char* op, const char* argument, const te_attention_rows& t) {
+  if (t.seq != 0) bad_argument(op, (std::string(argument) + ".seq").c_str(), t.seq, "0: packed rows");
+}
+
+void check_batch(const char* op, const char* argument, const te_attention_rows& t) {
+  if (t.seq == 0) return;
+  const std::string name(argument);
+  if (t.starts.data != nullptr) bad_argument(op, (name + ".starts").c_str(), "given", "absent for a batch");
+  if (t.seq < 0 || t.lengths.data == nullptr || t.rows != t.seq * (t.lengths.cols - 1)) {
+    bad_argument(op, (name + ".rows").c_str(), t.rows, concat("a row for each of ", t.seq, " in each sequence"));
+  }
+}
+
 void check_pieces(const char* argument, const te_tensor& pieces, const te_attention_rows& t) {
   check_as("te_attention_sequences", argument, pieces, 1, 3 * (t.lengths.cols - 1) + 1, t.lengths);
 }
@@ -211,6 +224,7 @@ void check_pieces(const char* argument, const te_tensor& pieces, const te_attent
 void check_plan(const char* op, const te_attention_plan& plan, const te_tensor& lse, const te_tensor& kernel_lse) {
   const te_attention_rows& queries = plan.queries;
   check_rows(op, "plan.queries", queries, false);
+  check_no_batch(op, "plan.queries", queries);
   const int64_t batch = queries.lengths.data != nullptr ? 1 : plan.batch;
   if (plan.batch < 1 || plan.batch != batch || queries.rows % plan.batch != 0) {
     bad_argument(op, "plan.batch", plan.batch, "a divisor of the rows, and 1 with lengths");
@@ -264,8 +278,10 @@ te_status te_attention_sequences(const te_attention_rows* queries, int64_t longe
     constexpr const char* kOp = "te_attention_sequences";
     const te_attention_rows& q = attention::present(kOp, "queries", queries);
     attention::check_rows(kOp, "queries", q, true);
+    attention::check_no_batch(kOp, "queries", q);
     if (keys != nullptr) {
       attention::check_rows(kOp, "keys", *keys, true);
+      attention::check_no_batch(kOp, "keys", *keys);
       check_like(kOp, "keys.lengths", keys->lengths, q.lengths);
     }
     if (is_absent(pieces_q) != is_absent(pieces_kv) || (keys == nullptr && !is_absent(pieces_q))) {
@@ -324,6 +340,7 @@ te_status te_attention_zero_padding(const te_attention_rows* queries, const te_a
     const te_attention_rows& kv = attention::present(kOp, "keys", keys);
     attention::check_rows(kOp, "queries", q, true);
     attention::check_rows(kOp, "keys", kv, true);
+    attention::check_batch(kOp, "queries", q), attention::check_batch(kOp, "keys", kv);
     check_like(kOp, "keys.lengths", kv.lengths, q.lengths);
     attention::check_gradient("dq", dq, q);
     attention::check_gradient("dk", dk, kv);

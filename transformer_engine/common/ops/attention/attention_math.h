@@ -25,10 +25,16 @@ struct Places {
   const int32_t* starts;   // nullptr: as lengths
   int64_t rows;
   int32_t sequences;
+  bool batch_first;
+  int64_t seq;  // 0: packed
 
   TE_HOST_DEVICE static Places of(const te_attention_rows& t) {
-    return {static_cast<const int32_t*>(t.lengths.data), static_cast<const int32_t*>(t.starts.data), t.rows,
-            t.lengths.data == nullptr ? 0 : int32_t(t.lengths.cols) - 1};
+    return {static_cast<const int32_t*>(t.lengths.data),
+            static_cast<const int32_t*>(t.starts.data),
+            t.rows,
+            t.lengths.data == nullptr ? 0 : int32_t(t.lengths.cols) - 1,
+            t.batch_first != 0,
+            t.seq};
   }
 
   TE_HOST_DEVICE int64_t begin(int32_t i) const { return starts != nullptr ? starts[i] : lengths[i]; }
@@ -37,6 +43,10 @@ struct Places {
   // Of rows below 2^31.
   TE_HOST_DEVICE bool is_padding(int64_t row) const {
     if (lengths == nullptr) return false;
+    if (seq > 0) {
+      const int32_t i = int32_t(batch_first ? row / seq : row % sequences);
+      return (batch_first ? row % seq : row / sequences) >= length(i);
+    }
     if (starts == nullptr || sequences == 0) return row >= lengths[sequences];
     const int32_t i = run_of(starts, sequences, int32_t(row));
     return row < starts[i] || row - starts[i] >= length(i);

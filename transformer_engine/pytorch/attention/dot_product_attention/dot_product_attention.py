@@ -37,9 +37,15 @@ from transformer_engine.pytorch.attention.masks import (
     check_window,
     default_slopes,
     present_tokens,
-    with_padding,
 )
-from transformer_engine.pytorch.attention.memory_order import aligned, by_token, starts_aligned, zeroed
+from transformer_engine.pytorch.attention.memory_order import (
+    aligned,
+    by_token,
+    inputs_without_padding,
+    result_without_padding,
+    starts_aligned,
+    zeroed,
+)
 from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
@@ -391,9 +397,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 scale=self.softmax_scale,
                 **scores,
             )
-        if path.padding_outside:
-            made = with_padding(made, scores["cu_seqlens"], sizes.seqs)
-        run = partial(self._attend, layout=sizes.layout, path=path, unseen=made.unseen, padding=made.padding)
+        hidden = scores["cu_seqlens"][0] if path.padding_outside else None
+        options = {"unseen": made.unseen, "padding": made.padding, "hidden": hidden}
+        run = partial(self._attend, layout=sizes.layout, path=path, **options)
         return run, made.attn_mask
 
     def _by_kernel(
@@ -416,11 +422,9 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """functional.attention, which takes the pattern as numbers and makes no tensor of queries x keys."""
         refuse_dropout("DotProductAttention", self._dropout(), "a sink, a cap or the maximum logit")
-        pattern, rows, padding = path.pattern, {}, None
+        pattern, rows, batch_first = path.pattern, {}, sizes.layout == "bshd"
         if path.padding_outside:
-            present, _ = present_tokens(None, cu_seqlens, sizes.seqs)
-            padding = ~(present if sizes.layout == "bshd" else present.t())[:, :, None, None]
-            query, key, value = (zeroed(t, padding) for t in (query, key, value))
+            query, key, value = inputs_without_padding((query, key, value), cu_seqlens[0], batch_first)
         if sizes.layout == "thd":
             for i, side in enumerate(("q", "kv")):
                 rows[f"cu_seqlens_{side}"] = cu_seqlens[i]
@@ -451,8 +455,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         if not torch.compiler.is_compiling() and _C.is_recording():
             _C.record_path("attention", *path_taken(out, path))
-        if padding is not None:
-            out = zeroed(out, padding)
+        if path.padding_outside:
+            out = result_without_padding(out, cu_seqlens[0], batch_first)
         out = out.flatten(-2)
         return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
 
@@ -472,11 +476,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         path: AttentionPath,
         unseen: torch.Tensor | None,
         padding: tuple[torch.Tensor, torch.Tensor] | None,
+        hidden: torch.Tensor | None,
     ) -> torch.Tensor:
+        """unseen, padding: of Scores. hidden: cumulative lengths, where the padding lies outside (AttentionPath)."""
         to_bhsd, from_bhsd = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
         if padding is not None:
             q_padding, kv_padding = (t.permute(from_bhsd) for t in padding)
             query, key, value = zeroed(query, q_padding), zeroed(key, kv_padding), zeroed(value, kv_padding)
+        if hidden is not None:
+            query, key, value = inputs_without_padding((query, key, value), hidden, layout == "bshd")
         if query.is_cuda:
             query, key, value = aligned(query), aligned(key), aligned(value)
         q, k, v = (t.permute(to_bhsd) for t in (query, key, value))
@@ -503,6 +511,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         out = by_token(out, from_bhsd, gradient=path.gradient)
         if unseen is not None:
             out = zeroed(out, unseen[(None,) * (4 - unseen.dim())].permute(from_bhsd))
+        if hidden is not None:
+            out = result_without_padding(out, hidden, layout == "bshd")
         return out.flatten(2)
 
     def _by_what_is_left(self, *tensors, **options) -> torch.Tensor:

@@ -3,6 +3,7 @@
 // result of torch's own attention needs.
 #include "ops/attention_call.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -18,6 +19,7 @@
 #include "autograd/autograd.h"
 #include "core/op_registration.h"
 #include "ops/attention_kernels.h"
+#include "ops/attention_passes.h"
 
 namespace te_torch {
 
@@ -340,6 +342,14 @@ Three attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   return {out[0], out[1], out[2].detach()};  // the largest logit has no gradient
 }
 
+// ---- padding of a batch ----
+
+std::vector<Tensor> without_padding_meta(at::TensorList tensors, const Tensor&, bool) {
+  std::vector<Tensor> copies;
+  for (const Tensor& t : tensors) copies.push_back(at::empty_symint(t.sym_sizes(), t.options()));
+  return copies;
+}
+
 // ---- the result of torch's kernels ----
 
 constexpr uintptr_t kAlignment = 16;  // bytes
@@ -428,6 +438,14 @@ TE_OP_REGISTRATION(attention, ops) {
       .composite(attention_dispatched)
       .autograd(attention_autograd)
       .python(attention);
+  ops.op("attention_without_padding(Tensor[] tensors, Tensor cumulative, bool batch_first) -> Tensor[]")
+      .kernel(without_padding)
+      .meta(without_padding_meta)
+      .python([](const std::vector<Tensor>& tensors, const Tensor& cumulative, bool batch_first) {
+        if (!must_dispatch({&tensors.at(0), &cumulative})) return without_padding(tensors, cumulative, batch_first);
+        return Dispatched::call<without_padding>("te::attention_without_padding", at::TensorList(tensors), cumulative,
+                                                 batch_first);
+      });
   ops.op("attention_gradient(Tensor grad, SymInt[] strides) -> Tensor")
       .kernel(attention_gradient)
       .meta(attention_gradient_meta);

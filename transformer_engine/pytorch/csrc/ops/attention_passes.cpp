@@ -126,4 +126,24 @@ void zero_padding(const AttentionCall& call, const AttentionGradients& gradients
                                   view(gradients[kValue]), current_stream(call.q)));
 }
 
+std::vector<Tensor> without_padding(at::TensorList tensors, const Tensor& cumulative, bool batch_first) {
+  constexpr size_t kMost = 3;
+  TORCH_CHECK_VALUE(!tensors.empty() && tensors.size() <= kMost, "attention_without_padding: argument 'tensors' has ",
+                    tensors.size(), " elements, wanted 1 to ", kMost, ".");
+  const Tensor dense = cumulative.contiguous();
+  te_attention_rows rows{};
+  rows.rows = tensors[0].size(0) * tensors[0].size(1);
+  rows.lengths = view_2d(dense, kOfPasses, "cu_seqlens"), rows.starts = absent();
+  rows.seq = tensors[0].size(batch_first ? 1 : 0), rows.batch_first = batch_first;
+  std::vector<Tensor> copies;
+  std::array<te_tensor, kMost> views{absent(), absent(), absent()};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    copies.push_back(tensors[i].clone(at::MemoryFormat::Contiguous));
+    views[i] = rows_with_heads(copies[i], "padded");
+  }
+  if (rows.rows == 0) return copies;
+  check(te_attention_zero_padding(&rows, &rows, views[0], views[1], views[2], current_stream(tensors[0])));
+  return copies;
+}
+
 }  // namespace te_torch

@@ -29,4 +29,8 @@ Tensor aligned_for_kernel(const Tensor& t);
 // Zeros in the padding of dq, dk and dv, where they are defined.
 void zero_padding(const AttentionCall& call, const AttentionGradients& gradients);
 
+// Copies of tensors of a batch, [s, b, heads, width] or with b first, with zeros in the rows after each sequence's
+// length. cumulative: int32 [b + 1].
+std::vector<Tensor> without_padding(at::TensorList tensors, const Tensor& cumulative, bool batch_first);
+
 }  // namespace te_torch
