@@ -1,9 +1,36 @@
-# Padding of a batch by cumulative lengths, without a mask tensor: zeros around attention with a causal mask.
+# Padding of a batch by cumulative lengths, without a mask tensor: under a causal mask zeros around torch's attention,
+# under the others flash over the sequences as packed ones. On a CPU a stand-in takes flash's place.
+import contextlib
+import sys
+
 import pytest
 import torch
 from support import assert_same_bits
 
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention.backends import attention_path
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.attention.memory_order import inputs_without_padding, result_without_padding, zeroed
+
+from .flash_stand_in import flash_on_the_cpu
+from .packed_cases import check_close, gradients
+
+FUNCTION = sys.modules["transformer_engine.pytorch.functional.attention"]
+
+
+@contextlib.contextmanager
+def flash_of_a_gpu(monkeypatch):
+    """DotProductAttention on a CPU takes the path of a GPU."""
+    choose = dot_product_attention.attention_path
+
+    def path_of_a_gpu(device, *args, **options):
+        return choose(torch.device("cuda"), *args, **options)
+
+    monkeypatch.setattr(dot_product_attention, "attention_path", path_of_a_gpu)
+    monkeypatch.setattr(FUNCTION, "_OF_GPUS", ())
+    with flash_on_the_cpu():
+        yield
+    monkeypatch.undo()
 
 
 def lengths_of(numbers, device):
@@ -20,6 +47,81 @@ def batch(device, dtype, layout, seqs, lengths, *, fill, heads=(4, 2), width=16)
             t[i, n:] = fill
         made.append((t if layout == "bshd" else t.transpose(0, 1).contiguous()).to(device, dtype))
     return made
+
+
+CASES = {
+    "padding": ({}, (40, 40)),
+    "cross": ({}, (24, 40)),
+    "window": ({"window_size": (7, 2)}, (40, 40)),
+    "left window": ({"window_size": (7, -1)}, (40, 56)),
+    "bottom right": ({"attn_mask_type": "padding_causal_bottom_right"}, (24, 40)),
+    "causal, one tensor": ({"attn_mask_type": "padding_causal", "window_size": (5, 0)}, (24, 40)),
+    "sink": ({"softmax_type": "off-by-one"}, (40, 40)),
+}
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("case", CASES)
+def test_flash_computes_sequences_of_a_batch(device, monkeypatch, case, layout):
+    """With the values of a mask tensor in float64, whatever the padding holds."""
+    torch.use_deterministic_algorithms(False)  # the fixture of all suites restores it
+    options, seqs = dict(CASES[case][0]), CASES[case][1]
+    options.setdefault("attn_mask_type", "padding")
+    module = te.DotProductAttention(4, 16, 2, qkv_format=layout, **options)
+    same = case == "causal, one tensor"
+    numbers = (min(seqs), 0, 17), (min(seqs), 0, 17) if same else (seqs[1], 5, 30)
+    tensors = batch(device, torch.bfloat16, layout, seqs, numbers, fill=1e20)
+    of_q = lengths_of(numbers[0], device)
+    told = {"cu_seqlens_q": of_q, "cu_seqlens_kv": of_q if same else lengths_of(numbers[1], device)}
+    wide = [t.cpu().double() for t in tensors]
+    exact = gradients(lambda *t: module(*t, **{name: t.cpu() for name, t in told.items()}), wide)
+    with flash_of_a_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
+        (row,) = [row for row in te.explain(module, *tensors, **told).rows if row.op == "attention"]
+        assert row.path == "flash"
+        got = gradients(lambda *t: module(*t, **told), tensors)
+        again = gradients(lambda *t: module(*t, checkpoint_core_attention=True, **told), tensors)
+    check_close(got, [t.to(device) for t in exact], torch.bfloat16, case, factor=2)
+    assert_same_bits(again[0], got[0])
+    for t, side in zip(got, (0, 0, 1, 1), strict=True):
+        for i, n in enumerate(numbers[side]):
+            assert not (t[i, n:] if layout == "bshd" else t[n:, i]).any()
+
+
+GPU = {"device": "cuda", "dtype": torch.bfloat16, "mask": "padding", "lengths": 3, "seq_q": 9, "seq_kv": 9}
+
+
+@pytest.mark.parametrize(
+    "options, kernel",
+    [
+        ({}, "flash"),
+        ({"mask": "padding_causal_bottom_right"}, "flash"),
+        ({"mask": "padding_causal"}, ""),  # two tensors of lengths: its diagonal begins top left
+        ({"mask": "padding_causal", "same_lengths": True}, ""),  # zeros around cuDNN
+        ({"mask": "padding_causal", "same_lengths": True, "seq_kv": 12}, "flash"),
+        ({"window": (4, 2)}, "flash"),
+        ({"window": (4, 2), "bottom_right": False}, ""),
+        ({"deterministic": True}, "flash"),
+        ({"repeat_bits": True}, "flash_deterministic"),
+        ({"sink": True}, "flash"),
+        ({"softcap": True}, "chunked"),
+        ({"lengths": 0}, ""),
+        ({"lengths": 21846}, ""),
+        ({"seq_q": 0}, ""),
+        ({"dropout": 0.1}, ""),
+        ({"bias": "alibi"}, ""),
+        ({"widest_head": 264}, ""),
+        ({"dtype": torch.float32}, ""),
+        ({"device": "cpu"}, ""),
+        ({"away": ("NVTE_FLASH_ATTN",)}, ""),
+        ({"flash_impl": "FA4"}, "flash"),
+        ({"flash_impl": "FA4", "window": (4, 2)}, ""),
+    ],
+    ids=str,
+)
+def test_which_padding_flash_takes(options, kernel):
+    options = {"deterministic": False, "widest_head": 64, **GPU, **options}
+    path = attention_path(torch.device(options.pop("device")), options.pop("dtype"), **options)
+    assert path.kernel == kernel and path.as_packed == (kernel.startswith("flash"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

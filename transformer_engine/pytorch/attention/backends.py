@@ -59,7 +59,8 @@ class AttentionPath(NamedTuple):
     kernel: of functional.attention, which computes and takes the pattern as it is; '': scaled_dot_product_attention.
     padding_outside: the causal mask hides the padding from tokens; padded inputs and results are zeroed, without a mask
     tensor. gradient: how the backward of the backends reads the incoming gradient: '' any, 'address' at addresses of
-    whole 16 bytes, 'strides' with the strides of the result too."""
+    whole 16 bytes, 'strides' with the strides of the result too. as_packed: the kernel takes the sequences of a batch
+    as packed ones with padding between them, where they lie."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -72,10 +73,13 @@ class AttentionPath(NamedTuple):
     kernel: str = ""
     padding_outside: bool = False
     gradient: str = ""
+    as_packed: bool = False
 
 
-# The widest head of flash in functional.attention, which pads heads.
+# The widest head of flash in functional.attention, which pads heads, and a third of its sequences: those of padding
+# count.
 _WIDEST_FLASH = 256
+_MOST_SEQUENCES = 21845
 
 
 def flash_takes(head_dims: tuple[int, int]) -> bool:
@@ -105,13 +109,15 @@ def attention_path(
     max_logit: bool = False,
     widest_head: int = 0,
     same_lengths: bool = False,
+    lengths: int = 0,
     flash_impl: str | None = None,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
     deterministic None: torch's. repeat_bits: repeats_bits(), which counts where torch's flag is off or warns alone.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
     max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. same_lengths: by cumulative lengths, each
-    sequence has as many queries as keys. widest_head: the largest head_dim. flash_impl: of active_flash().
+    sequence has as many queries as keys. lengths: the number of sequences of a batch whose padding is given by
+    cumulative lengths. widest_head: the largest head_dim. flash_impl: of active_flash().
     RuntimeError if no backend is left."""
     pattern = given = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
@@ -123,12 +129,13 @@ def attention_path(
         if repeat_bits and deterministic:  # flash takes no notice of a flag that warns alone
             repeat_bits = torch.is_deterministic_algorithms_warn_only_enabled()
     needs = _needs_kernel(sink, softcap, max_logit)
+    as_packed = pattern.padding and not dropout and 0 < lengths <= _MOST_SEQUENCES and bool(seq_q and seq_kv)
     if sink and not (packed or softcap or max_logit or deterministic or repeat_bits or flash_impl):
         kernel = _kernel_of_batches(device, dtype, pattern, bias, flash_fits, widest_head, seq_q, seq_kv, away)
         if kernel:
             return AttentionPath((), dtype, pattern, False, False, False, False, needs, kernel, outside)
-    if packed or needs or (repeat_bits and not dropout):
-        own_end = _own_end(pattern, packed, same_lengths, seq_q, seq_kv)
+    if packed or needs or as_packed or (repeat_bits and not dropout):
+        own_end = _own_end(pattern, packed or as_packed, same_lengths, seq_q, seq_kv)
         refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
         refused = refused or _impl_refuses(flash_impl, pattern, deterministic or repeat_bits)
         by_flash = not refused and "NVTE_FLASH_ATTN" not in away
@@ -136,7 +143,10 @@ def attention_path(
         if by_flash:
             kernel = "flash_deterministic" if repeat_bits else "flash"
             pattern = Pattern(pattern.left, pattern.right, True, pattern.padding, pattern.arbitrary)
-            return AttentionPath((), dtype, pattern, False, False, False, False, needs or _REPEATS, kernel, outside)
+            why = needs or (_AS_PACKED if as_packed else _REPEATS)
+            return AttentionPath(
+                (), dtype, pattern, False, False, False, False, why, kernel, outside, as_packed=as_packed
+            )
         if needs and "NVTE_UNFUSED_ATTN" in away:
             helps = ("NVTE_UNFUSED_ATTN",) if refused else ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN")
             raise no_backend_left(helps, needs)
@@ -194,6 +204,7 @@ def _gradient_read(device: torch.device, dtype: torch.dtype, backends: tuple[SDP
 
 
 # Why flash is a kernel of functional.attention where scaled_dot_product_attention has one.
+_AS_PACKED = "Padding by cumulative lengths: flash over the sequences as packed ones, without a mask tensor."
 _REPEATS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: flash, whose backward is made to repeat its bits; cuDNN's does not."
 
 

@@ -1,4 +1,5 @@
-"""Packed inputs of attention: q, k and v in one tensor, and sequences one after another (thd). Checks and views."""
+"""Packed inputs of attention: q, k and v in one tensor, and sequences one after another (thd), which those of a batch
+can be too. Checks and views."""
 
 import torch
 
@@ -111,3 +112,28 @@ def longest(cu_seqlens: torch.Tensor, given: int | None) -> int | None:
     if given is not None or not cu_seqlens.is_cuda or torch.compiler.is_compiling() or len(cu_seqlens) == 1:
         return given
     return int(cu_seqlens.diff().max())
+
+
+# ---- a batch as packed sequences with padding between them ----
+
+
+def in_rows(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """t [b, s, heads, d] or [s, b, heads, d] as [b s, heads, d]."""
+    return (t if layout == "bshd" else t.transpose(0, 1)).flatten(0, 1)
+
+
+def from_rows(t: torch.Tensor, layout: str, seq: int) -> torch.Tensor:
+    t = t.unflatten(0, (-1, seq))
+    return t if layout == "bshd" else t.transpose(0, 1).contiguous()
+
+
+def rows_of_batch(cu_seqlens: Pair, seqs: tuple[int, int]) -> dict[str, torch.Tensor | int]:
+    """The arguments of functional.attention for sequences that begin at every multiple of these lengths."""
+    rows, starts = {}, None
+    for i, side in enumerate(("q", "kv")):
+        if i == 0 or seqs[0] != seqs[1]:
+            ends = seqs[i] * len(cu_seqlens[i])
+            starts = torch.arange(0, ends, seqs[i], dtype=torch.int32, device=cu_seqlens[i].device)
+        rows[f"cu_seqlens_{side}"], rows[f"cu_seqlens_{side}_padded"] = cu_seqlens[i], starts
+        rows[f"max_seqlen_{side}"] = seqs[i]
+    return rows

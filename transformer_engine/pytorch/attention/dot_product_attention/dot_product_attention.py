@@ -46,7 +46,17 @@ from transformer_engine.pytorch.attention.memory_order import (
     starts_aligned,
     zeroed,
 )
-from transformer_engine.pytorch.attention.packed import Bounds, Pair, check_packed, longest, refuse_dropout, separate
+from transformer_engine.pytorch.attention.packed import (
+    Bounds,
+    Pair,
+    check_packed,
+    from_rows,
+    in_rows,
+    longest,
+    refuse_dropout,
+    rows_of_batch,
+    separate,
+)
 from transformer_engine.pytorch.constants import AttnTypes
 from transformer_engine.pytorch.distributed.recompute import checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_choice, refuse
@@ -272,6 +282,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             max_logit=self.return_max_logit,
             widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
             same_lengths=(attention_mask is None or layout == "thd") and cu_seqlens_q is cu_seqlens_kv,
+            lengths=sizes.batch if attention_mask is None and layout != "thd" else 0,
             flash_impl=active_flash(),
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
@@ -431,6 +442,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 if padded[i] is not cu_seqlens[i]:  # the same tensor: no padding between sequences
                     rows[f"cu_seqlens_{side}_padded"] = padded[i]
                 rows[f"max_seqlen_{side}"] = longest(cu_seqlens[i], max_seqlens[i])
+        elif path.as_packed:
+            query, key, value = (in_rows(t, sizes.layout) for t in (query, key, value))
+            rows = rows_of_batch(cu_seqlens, sizes.seqs)
         elif pattern.padding:
             rows["present_q"], rows["present_kv"] = present_tokens(attention_mask, cu_seqlens, sizes.seqs)
         elif pattern.arbitrary:
@@ -444,7 +458,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             query,
             key,
             value,
-            layout=sizes.layout,
+            layout="thd" if path.as_packed else sizes.layout,
             scale=self.softmax_scale,
             softcap=softcap or 0.0,
             window=(pattern.left, pattern.right),
@@ -457,6 +471,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             _C.record_path("attention", *path_taken(out, path))
         if path.padding_outside:
             out = result_without_padding(out, cu_seqlens[0], batch_first)
+        if path.as_packed:
+            out = from_rows(out, sizes.layout, sizes.seqs[0])
         out = out.flatten(-2)
         return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
 
