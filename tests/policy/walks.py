@@ -1,5 +1,6 @@
 # Two walks through the source, counted by following calls: the body of each function names the next one, so none
-# between them is left out. test_walks.py checks that, and that Python runs these functions. For people:
+# between them is left out. A helper that runs a function which its caller names is no stop: each_chunk, c_guard,
+# TE_ON_DEVICE_OF, DispatchMode::call. test_walks.py checks the calls, and that Python runs these functions. For people:
 # `python tests/policy/walks.py` prints both.
 import functools
 import itertools
@@ -18,7 +19,6 @@ NODE = [  # what every chain of layers runs first, and is called by its registra
     (f"{CSRC}/layer/forward.cpp", "LayerChain::forward", "layer by layer"),
     (f"{CSRC}/layer/forward.cpp", "layer_forward", "prologue, then GEMM"),
 ]
-CALL = (f"{CSRC}/core/common.h", "call", "past the dispatcher, or through it; what te.explain records")
 
 # (file or folder, function, what it decides).
 WALKS = {
@@ -27,10 +27,8 @@ WALKS = {
         (f"{PYTORCH}/module/layernorm_mlp.py", "forward", "options, kept weights, accumulators"),
         (f"{PYTORCH}/functional/linear.py", "layernorm_mlp", "eager or compiled"),
         (f"{CSRC}/layer/layernorm_mlp.cpp", "TE_OP_REGISTRATION", "the op's schema, its function for Python"),
-        (f"{CSRC}/layer/op_registration.h", "python", "arguments of Python as those of the schema"),
         *NODE,
         (f"{CSRC}/layer/prologue_activation.cpp", "forward", "plain, or straight to FP8"),
-        CALL,
         (f"{CSRC}/ops/activation.cpp", "activation_fwd", "allocate, view, stream"),
         (f"{ENGINE}/activation", "te_activation_forward", "contract"),
         (f"{ENGINE}/activation/activation.cpp", "forward", "rows, in chunks"),
@@ -43,9 +41,7 @@ WALKS = {
         (f"{CSRC}/layer/grouped_linear.cpp", "TE_OP_REGISTRATION", "the op's schema, its function for Python"),
         *NODE,
         (f"{CSRC}/layer/gemm_policy_device.cpp", "fprop", "plain or FP8, a new output or a given one"),
-        CALL,
-        (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_fprop", "arguments, the output"),
-        (f"{CSRC}/gemm/grouped_gemm.cpp", "rows_product", "CPU or CUDA; the problem of the C API, the stream"),
+        (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_rows", "the output; CPU or CUDA; the problem of the C API"),
         (f"{ENGINE}/gemm", "te_grouped_gemm", "contract"),
         (f"{ENGINE}/gemm", "run", "plain or FP8, rows or weight gradients"),
         (f"{ENGINE}/gemm", "launch_rows", "groups of a launch, tensor maps"),
@@ -58,9 +54,8 @@ WALKS = {
 NAMED_BY = {
     ("layernorm_mlp", "TE_OP_REGISTRATION"): r"_C\.layernorm_mlp\(",
     ("grouped_linear", "TE_OP_REGISTRATION"): r"_C\.grouped_linear\(",
+    ("TE_OP_REGISTRATION", "eager"): r"\.python\(Mlp::python\(\)\)|\beager\(",  # python(): its address, with types
     ("run", "forward"): r"\bapply\b",  # of torch's Function, which calls forward
-    ("call", "activation_fwd"): r"\bkFunction\(",
-    ("call", "grouped_fprop"): r"\bkFunction\(",
 }
 
 

@@ -132,8 +132,8 @@ bool rows_by_list(const Tensor& rows, at::ArrayRef<const Tensor*> weights, bool 
     matrices.reserve(weights.size());
     for (const Tensor* weight : weights) matrices.push_back(*weight);
     const at::TensorList of_all(matrices);
-    across ? Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, of_all, offsets, d)
-           : Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, of_all, biases, offsets, d);
+    Direct::call<grouped_rows>(across ? "te::grouped_dgrad" : "te::grouped_fprop",
+                               across ? TE_GROUPED_DGRAD : TE_GROUPED_FPROP, rows, of_all, biases, offsets, d);
   } else {
     for (const Rows& group : groups) {  // gemm_into() has others brought in from where they are aligned
       const void* at = piece(all, bytes, group).data;

@@ -121,28 +121,6 @@ std::vector<te_tensor> add_weights(Operands& operands, at::TensorList weights) {
   return views;
 }
 
-// FPROP and DGRAD into `out`, of checked arguments.
-void rows_product(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
-                  const Tensor& offsets, const Tensor& out, bool zero_tail) {
-  const c10::NoGradGuard no_graph;
-  if (rows.is_cpu()) return rows_by_group(product, rows, weights, biases, offsets, out, zero_tail);
-  Operands operands;
-  te_grouped_gemm_problem problem{};
-  problem.product = product;
-  problem.groups = int32_t(weights.size());
-  problem.offsets = offsets.const_data_ptr<int32_t>();
-  problem.rows = operands.add(rows, product == TE_GROUPED_FPROP ? "x" : "dy");
-  problem.depth_rows = absent();
-  const std::vector<te_tensor> of_weights = add_weights(operands, weights);
-  const std::vector<te_tensor> of_biases = operands.add_biases(biases);
-  problem.weights = of_weights.data();
-  problem.biases = biases.empty() ? nullptr : of_biases.data();
-  problem.result = view_2d(out, kOp, "out");
-  problem.zero_tail = zero_tail ? 1 : 0;
-  check(te_grouped_gemm(&problem, current_stream(rows)));
-  operands.note();
-}
-
 // results: one for each group; absent ones are not wanted.
 void weights_by_kernel(const Tensor& dy, const Tensor& x, const Tensor& offsets, const std::vector<te_tensor>& results,
                        const std::vector<uint8_t>& accumulate) {
@@ -249,29 +227,41 @@ Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like) {
   return offsets;
 }
 
-Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
-  check_fprop(x, weights, biases, offsets);
-  const Tensor y = at::empty({x.size(0), weights[0].size(0)}, x.options());
-  rows_product(TE_GROUPED_FPROP, x, weights, biases, offsets, y, true);
+Tensor grouped_rows(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
+                    const Tensor& offsets, const Tensor& out) {
+  const bool fprop = product == TE_GROUPED_FPROP;
+  fprop ? check_fprop(rows, weights, biases, offsets) : check_weights(rows, "dy", weights, 0, offsets);
+  const c10::NoGradGuard no_graph;
+  const Tensor y = out.defined() ? out : at::empty({rows.size(0), weights[0].size(fprop ? 0 : 1)}, rows.options());
+  const bool zero_tail = !out.defined();
+  if (rows.is_cpu()) {
+    rows_by_group(product, rows, weights, biases, offsets, y, zero_tail);
+    return y;
+  }
+  Operands operands;
+  te_grouped_gemm_problem problem{};
+  problem.product = product;
+  problem.groups = int32_t(weights.size());
+  problem.offsets = offsets.const_data_ptr<int32_t>();
+  problem.rows = operands.add(rows, fprop ? "x" : "dy");
+  problem.depth_rows = absent();
+  const std::vector<te_tensor> of_weights = add_weights(operands, weights);
+  const std::vector<te_tensor> of_biases = operands.add_biases(biases);
+  problem.weights = of_weights.data();
+  problem.biases = biases.empty() ? nullptr : of_biases.data();
+  problem.result = view_2d(y, kOp, "out");
+  problem.zero_tail = zero_tail ? 1 : 0;
+  check(te_grouped_gemm(&problem, current_stream(rows)));
+  operands.note();
   return y;
 }
 
+Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
+  return grouped_rows(TE_GROUPED_FPROP, x, weights, biases, offsets, {});
+}
+
 Tensor grouped_dgrad(const Tensor& dy, at::TensorList weights, const Tensor& offsets) {
-  check_weights(dy, "dy", weights, 0, offsets);
-  const Tensor dx = at::empty({dy.size(0), weights[0].size(1)}, dy.options());
-  rows_product(TE_GROUPED_DGRAD, dy, weights, {}, offsets, dx, true);
-  return dx;
-}
-
-void grouped_fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
-                        const Tensor& out) {
-  check_fprop(x, weights, biases, offsets);
-  rows_product(TE_GROUPED_FPROP, x, weights, biases, offsets, out, false);
-}
-
-void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out) {
-  check_weights(dy, "dy", weights, 0, offsets);
-  rows_product(TE_GROUPED_DGRAD, dy, weights, {}, offsets, out, false);
+  return grouped_rows(TE_GROUPED_DGRAD, dy, weights, {}, offsets, {});
 }
 
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets) {

@@ -4,6 +4,8 @@
 // - Rows after the last group belong to no group: zeros in new results.
 #pragma once
 
+#include <transformer_engine/grouped_gemm.h>
+
 #include "core/common.h"
 
 namespace te_torch {
@@ -20,14 +22,13 @@ Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
 // first use.
 Tensor split_counters(const at::Device& device);
 
-// y [rows, N] = x [rows, K] weights[g]^T (+ biases[g]).
+// FPROP: y [rows, N] = x [rows, K] weights[g]^T (+ biases[g]). DGRAD: dx [rows, K] = dy [rows, N] weights[g]. Into
+// `out`, contiguous, whose rows of no group stay as they are; into a new tensor if it is undefined.
+Tensor grouped_rows(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
+                    const Tensor& offsets, const Tensor& out);
+// The ops of the two products, into a new tensor.
 Tensor grouped_fprop(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets);
-// dx [rows, K] = dy [rows, N] weights[g].
 Tensor grouped_dgrad(const Tensor& dy, at::TensorList weights, const Tensor& offsets);
-// The same into `out`, contiguous; its rows of no group stay as they are.
-void grouped_fprop_into(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets,
-                        const Tensor& out);
-void grouped_dgrad_into(const Tensor& dy, at::TensorList weights, const Tensor& offsets, const Tensor& out);
 
 // Of each group dy^T x [N, K].
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets);

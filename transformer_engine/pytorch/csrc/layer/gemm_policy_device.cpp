@@ -285,12 +285,11 @@ class DeviceGroups final : public GemmPolicy {
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, x, offsets, like.scalar_type());
     const Tensor out = room(dispatch, given, grouping_.tail_unread, rows, weights[0].size(0), rows.scalar_type());
-    if (!out.defined()) {
-      return with_rows_of(
-          dispatch.call<grouped_fprop>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets), like);
-    }
-    Direct::call<grouped_fprop_into>("te::grouped_fprop", rows, at::TensorList(weights), w.biases, offsets, out);
-    return given.defined() ? result_in(given, like) : with_rows_of(out, like);
+    const Tensor y =
+        dispatch.direct()
+            ? Direct::call<grouped_rows>("te::grouped_fprop", TE_GROUPED_FPROP, rows, weights, w.biases, offsets, out)
+            : Dispatched::call<grouped_fprop>("te::grouped_fprop", rows, weights, w.biases, offsets);
+    return given.defined() ? result_in(given, like) : with_rows_of(y, like);
   }
 
   Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
@@ -319,12 +318,11 @@ class DeviceGroups final : public GemmPolicy {
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, dy, offsets, like.scalar_type());
     const Tensor out = room(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(1), rows.scalar_type());
-    if (!out.defined()) {
-      return with_rows_of(dispatch.call<grouped_dgrad>("te::grouped_dgrad", rows, at::TensorList(weights), offsets),
-                          like);
-    }
-    Direct::call<grouped_dgrad_into>("te::grouped_dgrad", rows, at::TensorList(weights), offsets, out);
-    return given.defined() ? result_in(given, like) : with_rows_of(out, like);
+    const at::TensorList no_biases;
+    const Tensor dx = dispatch.direct() ? Direct::call<grouped_rows>("te::grouped_dgrad", TE_GROUPED_DGRAD, rows,
+                                                                     weights, no_biases, offsets, out)
+                                        : Dispatched::call<grouped_dgrad>("te::grouped_dgrad", rows, weights, offsets);
+    return given.defined() ? result_in(given, like) : with_rows_of(dx, like);
   }
 
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode&, Gradient gradient, Operand x, at::ScalarType dtype,

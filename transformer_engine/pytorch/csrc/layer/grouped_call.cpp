@@ -95,19 +95,13 @@ void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::Te
   config.gemm_policy = grouped_gemm_policy(std::move(grouping));
 }
 
-bool add_handles(LayerArgs& call, size_t layer_idx, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
-                 const GroupedHandles& handles) {
+bool GroupedHandles::add_to(LayerArgs& call, size_t layer_idx) const {
   LayerConfig& config = call.layers[layer_idx];
   const at::TensorList weights = call.arguments.list(weight_of(layer_idx));
-  Grouping grouping{splits,
-                    offsets.value_or(Tensor()),
-                    {},
-                    handles.out.value_or(Tensor()),
-                    handles.dgrad_out.value_or(Tensor()),
-                    handles.tail_unread,
-                    handles.dgrad_tail_unread};
-  grouping.quantizations.assign(handles.quantizations.begin(), handles.quantizations.end());
-  if (!handles.quantizations.empty()) config.quantization = handles.quantizations[0];
+  Grouping grouping{splits,      offsets.value_or(Tensor()), {}, out.value_or(Tensor()), dgrad_out.value_or(Tensor()),
+                    tail_unread, dgrad_tail_unread};
+  grouping.quantizations.assign(quantizations.begin(), quantizations.end());
+  if (!quantizations.empty()) config.quantization = quantizations[0];
   if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&
       by_host(grouping.quantizations, weights.size())) {
     const int32_t* at = offsets->const_data_ptr<int32_t>();
@@ -116,11 +110,11 @@ bool add_handles(LayerArgs& call, size_t layer_idx, const OptionalTensor& offset
     grouping.read_offsets = std::exchange(grouping.offsets, Tensor());
   }
   if (!offsets.has_value()) {
-    put_at_once(grouping, call.x(), layer_idx, weights, !call.arguments.list(bias_of(layer_idx)).empty(), handles);
+    put_at_once(grouping, call.x(), layer_idx, weights, !call.arguments.list(bias_of(layer_idx)).empty(), *this);
   }
   config.gemm_policy = grouped_gemm_policy(std::move(grouping));
-  config.grad_accumulator = handles.grad_accumulator;
-  for (const Quantized& weight : handles.own_weights) call.own_weights[layer_idx].push_back({{}, weight});
+  config.grad_accumulator = grad_accumulator;
+  for (const Quantized& weight : own_weights) call.own_weights[layer_idx].push_back({{}, weight});
   return config.grad_accumulator != nullptr;
 }
 

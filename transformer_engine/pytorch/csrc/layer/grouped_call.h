@@ -21,6 +21,8 @@ using GroupQuantizations = std::vector<std::shared_ptr<ProductQuantization>>;
 
 // Arguments of a layer from eager Python: in place of the schema's integers, and beside them.
 struct GroupedHandles {
+  const OptionalTensor& offsets;
+  const std::vector<int64_t>& splits;
   GradAccumulatorPtr grad_accumulator;
   const GroupQuantizations& quantizations;    // none, one for all, or one for each group
   const std::vector<Quantized>& own_weights;  // none, or one for each group
@@ -32,10 +34,8 @@ struct GroupedHandles {
     return quantizations.empty() ? std::vector<int64_t>() : quantizations[0]->pack();
   }
   bool fits_schema() const { return quantizations.size() < 2 && !out.has_value() && !dgrad_out.has_value(); }
+  // Returns whether an argument is one that a schema does not carry.
+  bool add_to(LayerArgs& call, size_t layer_idx) const;
 };
-
-// Gives layer number layer_idx what its handles hold. Returns whether one of them is not in the schema.
-bool add_handles(LayerArgs& call, size_t layer_idx, const OptionalTensor& offsets, const std::vector<int64_t>& splits,
-                 const GroupedHandles& handles);
 
 }  // namespace te_torch::layer

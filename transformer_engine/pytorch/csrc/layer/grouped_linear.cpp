@@ -29,7 +29,7 @@ LayerArgs pack_grouped(const Tensor& x, at::TensorList weights, at::TensorList b
 
 Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
 
-using Grouped = Op<GroupedChain, &pack_grouped, &one>;
+using Grouped = Op<GroupedChain, "te::grouped_linear", &pack_grouped, &one>;
 using GroupedMainGrad = MainGradOp<GroupedChain, &pack_grouped, &one>::type;
 
 }  // namespace
@@ -49,7 +49,7 @@ TE_OP_REGISTRATION(grouped_linear, ops) {
                  const GradAccumulatorPtr& grad_accumulator, const GroupQuantizations& quantizations,
                  const std::vector<Quantized>& own_weights, const OptionalTensor& out,
                  const OptionalTensor& dgrad_out) {
-        const GroupedHandles handles{grad_accumulator, quantizations, own_weights, out, dgrad_out};
+        const GroupedHandles handles{offsets, splits, grad_accumulator, quantizations, own_weights, out, dgrad_out};
         const bool own = !own_weights.empty();  // the weights serve autograd alone
         const bool fits = handles.fits_schema() || weights.empty() || !must_dispatch({&x, own ? &x : &weights[0]});
         TORCH_CHECK_NOT_IMPLEMENTED(
@@ -57,8 +57,7 @@ TE_OP_REGISTRATION(grouped_linear, ops) {
             "grouped_linear: arguments 'out' and 'dgrad_out', and quantizers that differ from group to group, work on "
             "plain tensors in eager mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them "
             "out there.");
-        const auto extra = [&](LayerArgs& call) { return add_handles(call, 0, offsets, splits, handles); };
-        return Grouped::eager("te::grouped_linear", extra, x, at::TensorList(weights), at::TensorList(biases), offsets,
+        return Grouped::eager(x, at::TensorList(weights), at::TensorList(biases), offsets,
                               at::ArrayRef<int64_t>(splits), keep_input, handles);
       });
   ops.op("grouped_linear.main_grad" TE_GROUPED_LINEAR TE_MAIN_GRADS ") -> Tensor").chain<GroupedMainGrad>();

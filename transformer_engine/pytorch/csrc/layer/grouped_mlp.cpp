@@ -102,13 +102,27 @@ LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorL
 
 Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
 
-using GroupedMlp = Op<GroupedMlpChain, &pack_grouped_mlp, &one>;
+using GroupedMlp = Op<GroupedMlpChain, "te::grouped_mlp", &pack_grouped_mlp, &one>;
 using GroupedMlpMainGrad = MainGradOp<GroupedMlpChain, &pack_grouped_mlp, &one>::type;
 
 // Of both layers, as Python hands them over.
 using Accumulators = std::array<GradAccumulatorPtr, 2>;
 using Quantizations = std::array<GroupQuantizations, 2>;
 using OwnWeights = std::array<std::vector<Quantized>, 2>;
+
+// Of the second layer. keeps_scale_tail: the rows of no group in the gradient of row_scale are not written.
+struct ScaledHandles : GroupedHandles {
+  std::string_view kind;
+  at::ArrayRef<double> params;
+  bool keeps_scale_tail;
+
+  bool add_to(LayerArgs& call, size_t layer_idx) const {
+    if (keeps_scale_tail) {
+      call.layers[layer_idx].prologue = scaled_activation_prologue(kind, params, last_offset(*offsets), false);
+    }
+    return GroupedHandles::add_to(call, layer_idx);
+  }
+};
 
 // zero_scale_tail: the gradient of row_scale is 0 in rows of no group; else the caller reads none of them.
 Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const std::vector<Tensor>& weights2,
@@ -120,24 +134,20 @@ Tensor grouped_mlp(const Tensor& x, const std::vector<Tensor>& weights1, const s
   const OptionalTensor none;
   // The activation of scaled rows and its gradient read rows of groups alone, as do sums by a map.
   const bool live_alone = row_scale.has_value() && offsets.has_value();
-  const GroupedHandles fc1{accumulators[0], quantizations[0],        own_weights[0], none, none,
-                           live_alone,      token_of_row.has_value()};
-  const GroupedHandles fc2{accumulators[1], quantizations[1], own_weights[1], none, none, sum_rows, live_alone};
+  const GroupedHandles fc1{offsets, splits, accumulators[0], quantizations[0],        own_weights[0],
+                           none,    none,   live_alone,      token_of_row.has_value()};
+  const ScaledHandles fc2{
+      {offsets, splits, accumulators[1], quantizations[1], own_weights[1], none, none, sum_rows, live_alone},
+      kind,
+      params,
+      live_alone && !zero_scale_tail};
   TORCH_CHECK_NOT_IMPLEMENTED((fc1.fits_schema() && fc2.fits_schema()) || !must_dispatch({&x}),
                               "grouped_mlp: quantizers that differ from group to group work on plain tensors in eager "
                               "mode, not under FakeTensorMode, functorch or with tensor subclasses; leave them out "
                               "there.");
-  const auto extra = [&](LayerArgs& call) {
-    if (row_scale.has_value() && offsets.has_value() && !zero_scale_tail) {
-      call.layers[1].prologue = scaled_activation_prologue(kind, params, last_offset(*offsets), false);
-    }
-    const bool first = add_handles(call, 0, offsets, splits, fc1);
-    return add_handles(call, 1, offsets, splits, fc2) || first;
-  };
-  return GroupedMlp::eager("te::grouped_mlp", extra, x, at::TensorList(weights1), at::TensorList(weights2), row_scale,
-                           offsets, at::ArrayRef<int64_t>(splits), token_of_row, row_of_pair, sum_rows,
-                           std::string_view(kind), at::ArrayRef<double>(params), keep_input, fp8_pre_activation, fc1,
-                           fc2);
+  return GroupedMlp::eager(x, at::TensorList(weights1), at::TensorList(weights2), row_scale, offsets,
+                           at::ArrayRef<int64_t>(splits), token_of_row, row_of_pair, sum_rows, std::string_view(kind),
+                           at::ArrayRef<double>(params), keep_input, fp8_pre_activation, fc1, fc2);
 }
 
 }  // namespace

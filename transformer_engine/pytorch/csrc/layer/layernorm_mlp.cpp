@@ -51,7 +51,7 @@ LayerArgs pack_mlp(const Tensor& x, const OptionalTensor& residual, const Tensor
   return call;
 }
 
-using Mlp = Op<MlpChain, &pack_mlp, &three_outputs>;
+using Mlp = Op<MlpChain, "te::layernorm_mlp", &pack_mlp, &three_outputs>;
 using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
 
 }  // namespace
@@ -66,9 +66,7 @@ using MlpMainGrad = MainGradOp<MlpChain, &pack_mlp, &three_outputs>::type;
 
 TE_OP_REGISTRATION(layernorm_mlp, ops) {
   using namespace layer;
-  ops.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
-      .chain<Mlp>()
-      .python(Mlp::python("te::layernorm_mlp"));
+  ops.op("layernorm_mlp" TE_MLP TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)").chain<Mlp>().python(Mlp::python());
   ops.op("layernorm_mlp.main_grad" TE_MLP TE_PARALLEL TE_MAIN_GRADS ") -> (Tensor, Tensor, Tensor)")
       .chain<MlpMainGrad>();
 }

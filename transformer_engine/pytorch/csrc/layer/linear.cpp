@@ -58,9 +58,22 @@ LayerArgs pack_activation(const Tensor& x, const Tensor& weight, const OptionalT
 
 Tensor one(const variable_list& outputs, const LayerArgs&) { return outputs[0]; }
 
-using Linear = Op<LinearChain, &pack_linear, &one>;
-using NormLinear = Op<LinearChain, &pack_norm, &three_outputs>;
-using ActivationLinear = Op<LinearChain, &pack_activation, &one>;
+using Linear = Op<LinearChain, "te::linear", &pack_linear, &one>;
+using NormLinear = Op<LinearChain, "te::normalization_linear", &pack_norm, &three_outputs>;
+using ActivationLinear = Op<LinearChain, "te::activation_linear", &pack_activation, &one>;
+
+// With an argument that the schema does not have.
+struct NormHandles {
+  const EagerHandles& layer;
+  bool return_input;
+  const GivenTPComm& tp_comm;
+
+  std::vector<int64_t> spec() const { return layer.spec(); }
+  bool add_to(LayerArgs& call, size_t layer_idx) const {
+    call.return_input = return_input;
+    return layer.add_to(call, layer_idx);
+  }
+};
 
 using LinearMainGrad = MainGradOp<LinearChain, &pack_linear, &one>::type;
 using NormLinearMainGrad = MainGradOp<LinearChain, &pack_norm, &three_outputs>::type;
@@ -78,21 +91,16 @@ using ActivationLinearMainGrad = MainGradOp<LinearChain, &pack_activation, &one>
 
 TE_OP_REGISTRATION(linear, ops) {
   using namespace layer;
-  ops.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python("te::linear"));
+  ops.op("linear" TE_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor").chain<Linear>().python(Linear::python());
   ops.op("linear.main_grad" TE_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor").chain<LinearMainGrad>();
   ops.op("normalization_linear" TE_NORM_LINEAR TE_PARALLEL_DEFAULT ") -> (Tensor, Tensor, Tensor)")
       .chain<NormLinear>()
       .python([](const Tensor& x, const OptionalTensor& residual, const Tensor& gamma, const OptionalTensor& beta,
                  const Tensor& weight, const OptionalTensor& bias, double eps, bool rms, bool zero_centered_gamma,
                  bool return_output, bool recompute_output, bool return_input, const EagerHandles& handles) {
-        const EagerParallel parallel{handles.tp_comm};
-        const auto extra = [&](LayerArgs& call) {
-          call.return_input = return_input;
-          return handles.add_to(call, 0);
-        };
-        auto results = NormLinear::eager("te::normalization_linear", extra, x, residual, gamma, beta, weight, bias, eps,
-                                         rms, zero_centered_gamma, return_output, recompute_output, handles, parallel,
-                                         parallel.group());
+        auto results =
+            NormLinear::eager(x, residual, gamma, beta, weight, bias, eps, rms, zero_centered_gamma, return_output,
+                              recompute_output, NormHandles{handles, return_input, handles.tp_comm});
         // The schema has no alias of x among its results, so the dispatcher leaves this one empty.
         Tensor& h = std::get<2>(results);
         if (return_input && !residual.has_value() && h.sym_sizes() != x.sym_sizes()) h = x;
@@ -102,7 +110,7 @@ TE_OP_REGISTRATION(linear, ops) {
       .chain<NormLinearMainGrad>();
   ops.op("activation_linear" TE_ACTIVATION_LINEAR TE_PARALLEL_DEFAULT ") -> Tensor")
       .chain<ActivationLinear>()
-      .python(ActivationLinear::python("te::activation_linear"));
+      .python(ActivationLinear::python());
   ops.op("activation_linear.main_grad" TE_ACTIVATION_LINEAR TE_PARALLEL TE_MAIN_GRADS ") -> Tensor")
       .chain<ActivationLinearMainGrad>();
 }

@@ -108,7 +108,7 @@ concept Handles = requires(const T& handles) {
   handles.spec();
 };
 // An argument of a schema, from what eager Python hands over. Handles are packed into integers for the dispatcher
-// alone: where it is passed by, `extra` adds what they hold.
+// alone: where it is passed by, add_handles() adds what they hold.
 template <class T>
 decltype(auto) for_schema(const T& argument) {
   if constexpr (Handles<T>) {
@@ -126,6 +126,37 @@ decltype(auto) for_pack(const T& argument) {
   }
 }
 
+// The schema's name of the op that Python calls, as a template argument.
+template <size_t kSize>
+struct OpName {
+  char text[kSize];
+  constexpr OpName(const char (&name)[kSize]) { std::copy_n(name, kSize, text); }  // NOLINT: implicit, from a literal
+};
+
+template <class T, class... Rest>
+const GivenTPComm& first_tp_comm(const T& argument, const Rest&... rest) {
+  if constexpr (requires { argument.tp_comm; }) {
+    return argument.tp_comm;
+  } else {
+    return first_tp_comm(rest...);
+  }
+}
+
+// Adds what the handles among the arguments hold, those of layer 0 first. Returns whether a schema does not carry a
+// part.
+template <class... Given>
+bool add_handles(LayerArgs& call, const Given&... given) {
+  size_t layer_idx = 0;
+  bool beyond_schema = false;
+  const auto add = [&](const auto& argument) {
+    if constexpr (requires { argument.add_to(call, layer_idx); }) {
+      beyond_schema |= argument.add_to(call, layer_idx++);
+    }
+  };
+  (add(given), ...);
+  return beyond_schema;
+}
+
 // The type of a schema's argument in the Python entry.
 template <class T>
 using FromPython =
@@ -134,11 +165,11 @@ using FromPython =
 }  // namespace detail
 
 // kPack turns the schema's arguments into a LayerArgs; kUnpack(outputs, call) turns the node's outputs into the op's.
-template <class Family, auto kPack, auto kUnpack, class Function = decltype(kPack)>
+template <class Family, detail::OpName kName, auto kPack, auto kUnpack, class Function = decltype(kPack)>
 struct Op;
 
-template <class Family, auto kPack, auto kUnpack, class... Args>
-struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
+template <class Family, detail::OpName kName, auto kPack, auto kUnpack, class... Args>
+struct Op<Family, kName, kPack, kUnpack, LayerArgs (*)(Args...)> {
   static auto autograd(Args... args) {
     const LayerArgs call = kPack(args...);
     return kUnpack(Node<Family, Dispatched>::run(tensors_of(call), call), call);
@@ -158,56 +189,45 @@ struct Op<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
                    call);
   }
 
-  // The eager entry of Python, with EagerHandles where the schema has the integers of a quantization. `extra(call)`
-  // adds their contents, and returns whether one of them is not in the schema.
-  template <class Extra, class... Given>
-  static auto eager(const char* name, Extra&& extra, const Given&... given) {
-    LayerArgs call = kPack(detail::for_pack(given)...);
-    const bool beyond_schema = extra(call);
-    c10::SmallVector<const Tensor*, 8> tensors;
-    visit_tensors(call, [&](int, const Tensor& t) { tensors.push_back(&t); });
-    if (must_dispatch(tensors)) {
-      refuse_grad_accumulator(beyond_schema, name);
-      if (call.return_input && sees_inner_ops(call, tensors)) {
-        LayerArgs traced = kPack(detail::for_schema(given)...);
-        traced.return_input = true;
-        autocast_all(traced);  // before autocast is excluded
-        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        return kUnpack(Node<Family, Dispatched>::run(tensors_of(traced), traced), traced);
+  // The function of eager Python: the schema's arguments, with handles in place of each layer's quantization. A
+  // TPComm's integers and name, the schema's last two, come from the handles of the first layer.
+  template <class... Given>
+  static auto eager(const Given&... given) {
+    if constexpr (sizeof...(Given) < sizeof...(Args)) {
+      const EagerParallel parallel{detail::first_tp_comm(given...)};
+      return eager(given..., parallel, parallel.group());
+    } else {
+      LayerArgs call = kPack(detail::for_pack(given)...);
+      const bool beyond_schema = detail::add_handles(call, given...);
+      c10::SmallVector<const Tensor*, 8> tensors;
+      visit_tensors(call, [&](int, const Tensor& t) { tensors.push_back(&t); });
+      if (must_dispatch(tensors)) {
+        refuse_grad_accumulator(beyond_schema, kName.text);
+        if (call.return_input && sees_inner_ops(call, tensors)) {
+          LayerArgs traced = kPack(detail::for_schema(given)...);
+          traced.return_input = true;
+          autocast_all(traced);  // before autocast is excluded
+          const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+          return kUnpack(Node<Family, Dispatched>::run(tensors_of(traced), traced), traced);
+        }
+        return Dispatched::call<&Op::autograd>(kName.text, detail::for_schema(given)...);
       }
-      return Dispatched::call<&Op::autograd>(name, detail::for_schema(given)...);
+      autocast_all(call);
+      check_own_weights(call);
+      bool graph = needs_graph(tensors);
+      for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.layers.size(); ++i) {
+        for (const Tensor& weight : call.arguments.list(weight_of(i))) graph = graph || weight.requires_grad();
+      }
+      return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
     }
-    autocast_all(call);
-    check_own_weights(call);
-    bool graph = needs_graph(tensors);
-    for (size_t i = 0; !graph && c10::GradMode::is_enabled() && i < call.layers.size(); ++i) {
-      for (const Tensor& weight : call.arguments.list(weight_of(i))) graph = graph || weight.requires_grad();
-    }
-    return kUnpack(graph ? Node<Family, Direct>::run(tensors_of(call), call) : run_inference<Direct>(call), call);
   }
 
-  // The function that Python calls by the op's name: eager() with the schema's arguments, EagerHandles in place of each
-  // quantization's integers; the TPComms', which are the last two, are in the handles.
-  static auto python(const char* name) { return python(name, std::make_index_sequence<sizeof...(Args) - 2>()); }
-
- private:
+  // eager() with the types of Python, for an op whose schema ends with a TPComm.
   template <size_t... kPlaces>
-  static auto python(const char* name, std::index_sequence<kPlaces...>) {
-    return [name](const detail::FromPython<std::tuple_element_t<kPlaces, std::tuple<Args...>>>&... given) {
-      c10::SmallVector<const EagerHandles*, 2> layers;
-      const auto note = [&]<class T>(const T& argument) {
-        if constexpr (std::is_same_v<T, EagerHandles>) layers.push_back(&argument);
-      };
-      (note(given), ...);
-      const auto extra = [&](LayerArgs& call) {
-        bool beyond_schema = false;
-        for (size_t i = 0; i < layers.size(); ++i) beyond_schema |= layers[i]->add_to(call, i);
-        return beyond_schema;
-      };
-      const EagerParallel parallel{layers[0]->tp_comm};
-      return eager(name, extra, given..., parallel, parallel.group());
-    };
+  static constexpr auto with_python_types(std::index_sequence<kPlaces...>) {
+    return &Op::template eager<detail::FromPython<std::tuple_element_t<kPlaces, std::tuple<Args...>>>...>;
   }
+  static constexpr auto python() { return with_python_types(std::make_index_sequence<sizeof...(Args) - 2>()); }
 };
 
 #define TE_PARALLEL "int[] parallel, str group"  // of a schema
@@ -244,7 +264,7 @@ struct MainGradOp<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
     return call;
   }
 
-  using type = Op<Family, &pack, kUnpack>;
+  using type = Op<Family, "", &pack, kUnpack>;
 };
 
 }  // namespace te_torch::layer
