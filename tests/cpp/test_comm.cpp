@@ -1,7 +1,5 @@
 // The ordered sum through the C API, on every device here: bits of the same additions in the same order, every dtype
-// and pitch, out in the place of a partial, poisoned outputs, errors. Mutant: adding the ranks from the last one
-// (comm.cpp, sum_row) turns AddsInTheOrderOfTheRanks red; rounding before the bias, RoundsOnce;
-// leaving out the memset behind the columns, LaysShardsSideBySide.
+// and pitch, out in the place of a partial, poisoned outputs, errors.
 #include "transformer_engine/comm.h"
 
 #include <gtest/gtest.h>

@@ -320,7 +320,7 @@ TEST(CommPlan, LargeProductsHideTheirTransfer) {
 
 // Models of 8 and 70 billion parameters over two ranks, with the cluster of tiles that cuBLASLt takes on an H200, and
 // without: runs take no more waves than the whole. With it a gather reads its own rows in place where that takes none
-// more. Mutants: usual clusters of one shape alone, a tile that is not read.
+// more.
 TEST(CommPlan, RunsTakeNoWaveMoreThanTheWhole) {
   const auto waves = [](int64_t rows, int64_t cols, int64_t high, int64_t wide) {
     const auto over = [](int64_t n, int64_t by) { return (n + by - 1) / by; };

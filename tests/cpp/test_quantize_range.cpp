@@ -1,7 +1,6 @@
 // quantize, ranges through the C API, on every device here: the largest amax of all parts is that of the whole, bytes
 // and scales equal te_quantize of the whole, for every cut, into the whole and alone; nothing outside a range
-// is touched; errors. Mutants: `range.start` left out of load() in quantize_range.cpp, or `offset` out of its target,
-// turn EveryCutGivesTheWhole red on the CPU; in_one() without `first + kColumns <= range.length` does on CUDA.
+// is touched; errors.
 #include <gtest/gtest.h>
 
 #include <algorithm>

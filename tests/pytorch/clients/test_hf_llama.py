@@ -1,8 +1,5 @@
 """examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, captures, saving, and back to
-Hugging Face's own layers.
-
-Mutants: _angles that ignores position_ids; take the setter of _gradient_checkpointing_func for torch's; the hooks left
-out of _replace; _save_pretrained left out of fuse(); gate and up exchanged in WEIGHTS."""
+Hugging Face's own layers."""
 
 import copy
 import io

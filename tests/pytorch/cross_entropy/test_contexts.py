@@ -110,8 +110,7 @@ SECOND = {
 @pytest.mark.parametrize("behind", ["forward", "backward"])
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_loss_never_takes_a_gradient_for_logits(device, name, behind):
-    """Also if it requires no gradient itself, and after a backward that has scaled the gradient. Mutants: check() left
-    out of cross_entropy_fwd; write_again() without the version."""
+    """Also if it requires no gradient itself, and after a backward that has scaled the gradient."""
     logits, target = draw(device, 3, 50)
     for leaf in (logits.clone().requires_grad_(), None):
         x = logits.clone().requires_grad_() * 1 if leaf is None else leaf

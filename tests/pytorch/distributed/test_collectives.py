@@ -1,5 +1,5 @@
 # gather_along_first_dim, reduce_scatter_along_first_dim and allreduce: two processes, and one process without
-# any group. Mutant: gathering along the last dimension, or returning inp for a group of two, turns these red.
+# any group.
 import pytest
 import rank_workers
 import torch

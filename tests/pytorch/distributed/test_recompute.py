@@ -1,8 +1,5 @@
 # te.checkpoint: with and without it the same bits, in outputs, in every gradient and in whatever is drawn afterwards,
-# for both of torch's ways. Mutants: a second run without `snapshot.replayed()`, or a tracker left out of the snapshot,
-# turns these red, as ignoring every result that requires a gradient does; preserve_rng_state that is not handed on,
-# test_random_states_that_are_left_alone; `h = x` after the node (sees_inner_ops of csrc/layer/op_registration.h
-# false), test_every_module_with_a_selective_policy.
+# for both of torch's ways.
 
 import functools
 

@@ -1,8 +1,6 @@
 # te.GroupedLinear by a list of sizes under delayed and current scaling, where one grouped kernel computes small groups:
 # the bits of sizes on the device in results, gradients, scales and histories, within float64's bounds; with kept
-# weights, main_grad, delayed gradients, experts without rows, and memory that two experts share. Mutants: a rule that
-# takes blocks alone (fp8_by_list), 16-bit targets that are rounded as a loop is (each_is_added), one state for all
-# groups that is not looked at (put_at_once).
+# weights, main_grad, delayed gradients, experts without rows, and memory that two experts share.
 import copy
 
 import pytest

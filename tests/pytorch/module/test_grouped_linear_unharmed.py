@@ -1,6 +1,5 @@
 # te.GroupedLinear after a call that was refused: the next step has the bits of a module without that call, in gradients
-# and scales, by a list of sizes and by sizes on the device. Mutants, in module/grouped_linear.py: a dgrad_out that is
-# not looked at, amaxes that are noted before a call is refused: each turns tests here red.
+# and scales, by a list of sizes and by sizes on the device.
 import copy
 from contextlib import contextmanager
 

@@ -1,8 +1,5 @@
 # Offload inside of captured layers: the copies are nodes of the graphs (on the CPU the recorder replays them), the bits
-# are those of an eager run without, memory stays what it was, and what cannot be captured is refused by name. Mutant:
-# starting a copy at the end of its own layer inside a capture (_on_end in cpu_offload/schedule.py) turns these red on a
-# GPU: the capture ends with work that it has not joined. No join in _on_end turns test_what_a_capture_forks_is_joined
-# and, on a GPU, test_a_capture_ends_behind_the_copies_that_it_forked red.
+# are those of an eager run without, memory stays what it was, and what cannot be captured is refused by name.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused

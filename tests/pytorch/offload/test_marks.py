@@ -1,8 +1,5 @@
 # Marked tensors stay on the device: marked by mark_not_offload() or by the attribute alone, on the tensor, on the base
 # of a view, on a view that is saved beside it, on a quantized tensor or a part of it, at any time until it has left.
-# Mutants: no look at the attribute (is_marked in csrc/saved_hooks/saved_marks.cpp), at the base (there), at a mark that
-# came after the tensor was saved (PackedStorage::marked in csrc/saved_hooks/saved_tensor_hooks.cpp), and none that is
-# handed to parts (tensor/fields.py) turn these red.
 import io
 
 import pytest

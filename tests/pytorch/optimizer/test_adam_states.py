@@ -1,8 +1,5 @@
 """States of FusedAdam: state_dict in float32 whatever is kept, resumed bit for bit from state_dict, safetensors, DCP;
-read into other dtypes, set and read one by one, copied and pickled; what is refused with nothing changed.
-
-Mutants: _scale_of by a quotient with a number, which CUDA makes a product -> test_values_that_were_read_come_back;
-_left_as_it_is without the wrapping -> test_resumed_bit_for_bit (bfloat16 weights)."""
+read into other dtypes, set and read one by one, copied and pickled; what is refused with nothing changed."""
 
 import copy
 import pickle

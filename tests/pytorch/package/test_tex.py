@@ -1,6 +1,5 @@
 # transformer_engine_torch, what clients call of the C++ side: quantization and activations equal to our own to the bit,
-# the balanced division of packed sequences, and its plain data. Mutant: 2 * world_size - 1 for 2 * world_size - 2 in
-# partition.py, or the activation for its derivative in _backward, turns these red.
+# the balanced division of packed sequences, and its plain data.
 import pickle
 
 import pytest

@@ -1,8 +1,5 @@
 # te.memory_plan and te.explain leave nothing behind. Memory goes when the caller lets go of it, and buffers, random
-# states, gradients, hooks and the caller's own graph are as before, errors included. Mutant: returning `t` in
-# place of its detached alias from memory_plan's _Packed turns test_nothing_lives_on red; leaving STATE.region as it is
-# (_quantization_restored), test_training_under_delayed_scaling_is_as_without_probes; trackers of our class alone in
-# trackers_of, test_a_tracker_of_the_callers_own_is_as_before.
+# states, gradients, hooks and the caller's own graph are as before, errors included.
 import contextlib
 import gc
 import sys

@@ -1,7 +1,5 @@
 # The first call of a module under a tracer's mode or a transform of torch.func leaves nothing of theirs in it: a real
-# step after it equals a fresh module's. Mutants: outside_of_modes() without disable_current_modes() or without
-# DisableFuncTorch() (_internal/compiling.py), or not entered in ModuleQuantization.enter or ModulePlan._native; or
-# handles that are kept without a look at in_a_mode() (Parts._native).
+# step after it equals a fresh module's.
 import copy
 
 import pytest

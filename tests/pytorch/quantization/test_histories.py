@@ -1,6 +1,5 @@
 # Weights held in FP8 alone after their first step: the recipe makes the scale, and scale and history stay together
-# where either moves. Mutants: a write that fits after steps or clips before them (Float8Quantizer._put_in), an adopted
-# weight that keeps its old quantizer (adopt_primary_weight).
+# where either moves.
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 # Quantized tensors around a product: weights that are held in FP8 alone (quantized_model_init), outputs that are FP8
-# tensors. Mutants: start a delayed weight at scale 1 (ModuleQuantization.start_at), leave out the comparison of
-# formats (as_product_reads), or let torch convert quantized parameters (converted_in_place), turn
-# these red.
+# tensors.
 
 import copy
 

@@ -1,5 +1,4 @@
 # Invalid states in place of those that Transformer Engine wrote: named, never run, and no object is built of them.
-# Mutants: the rest of a pickle's names let through, a storage's length believed, turn these red.
 import copyreg
 import io
 import pickle

@@ -1,5 +1,4 @@
-# The recipes as plain data: defaults, checks, equality, copies, subclasses. Mutant: a recipe whose __setattr__ skips
-# its checks, or whose __init__ passes unknown keywords on, turns these red.
+# The recipes as plain data: defaults, checks, equality, copies, subclasses.
 import copy
 import inspect
 

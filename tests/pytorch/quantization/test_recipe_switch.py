@@ -1,5 +1,4 @@
-# A recipe of another class than a module last ran under: a warning that names both, and new quantizers. Mutants: a
-# warning for other fields of one class, or for a recomputation, and scales of before that go on, turn these red.
+# A recipe of another class than a module last ran under: a warning that names both, and new quantizers.
 import copy
 import warnings
 

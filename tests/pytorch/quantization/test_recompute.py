@@ -1,7 +1,5 @@
 # Checkpoints around checkpoints, and around outputs in FP8, under delayed scaling: the bits, the gradients and the
-# scales of plain calls. Mutants: count a checkpoint's run inside a recomputation as a first one, leave the entries of a
-# first run to the innermost checkpoint alone (activation_recompute_forward), quantize a recomputed output by the scale
-# of now, or note its amax again, or note one in eval() (ModulePlan.output_quantizer), turn these red.
+# scales of plain calls.
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 # Runs of modules under autocast: recomputation, checkpoints, copies, recipes that change, factories, torch.compile, bad
-# input. Mutants: take the scales of now for a recomputation (DelayedCalls._take), keep a history's length when it is
-# loaded, leave the plan of the first recipe (ModuleQuantization.enter), or make a new scale in a traced backward
-# (recomputed_operand in csrc/gemm/product.h), turn these red.
+# input.
 import copy
 import pickle
 

@@ -1,6 +1,5 @@
 # Scales and amax histories by themselves: updates against plain PyTorch, their bytes in a checkpoint, and bytes that
-# are not theirs. Mutants: rolling a history the other way, `=` for max between ranks, reading a length before it is
-# compared, turn these red.
+# are not theirs.
 import copy
 import io
 import json

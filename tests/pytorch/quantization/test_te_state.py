@@ -226,7 +226,7 @@ def test_files_travel_under_weights_only(kind, tmp_path):
 
 
 def test_states_written_beside_megatron_core(monkeypatch):
-    """Its import replaces the function that pickled tensors name. Mutant: its name refused turns this red."""
+    """Its import replaces the function that pickled tensors name."""
     name = "megatron.core.safe_globals"
     for package in ("megatron", "megatron.core", name):  # it may be not installed
         monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or types.ModuleType(package))

@@ -1,7 +1,4 @@
 # Quantized weights that a module keeps between microbatches, where the weights or the dtypes around them change.
-# Mutants: clearing kept weights in set_extra_state alone (which a checkpoint without scales never reaches) turns the
-# first test red; quantizing the parameter in place of its cast, the second; so do columnwise data that stay or are made
-# without gradients, and histories whose columns all move.
 import copy
 from typing import ClassVar
 

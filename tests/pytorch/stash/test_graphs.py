@@ -1,6 +1,5 @@
 # A stash in layers that make_graphed_callables captures one by one: passes of the warm-up are steps, so is the capture.
-# Waits and refusals are in test_captures.py. Mutants: no pass_begins() in warm_up(), a new step where none has run (no
-# look at any_group in _pass_begins()): each turns tests red.
+# Waits and refusals are in test_captures.py.
 import pytest
 import torch
 

@@ -1,6 +1,5 @@
 # Quantizers: their engine side, state, copies and answers, what they refuse; quantizers that are written in Python,
-# that compose others, that quantize nothing, and those of Blackwell. Mutants: an engine side that is kept when the
-# scale has changed, or a hybrid that gives both directions to one quantizer, turn these red.
+# that compose others, that quantize nothing, and those of Blackwell.
 import copy
 
 import pytest

@@ -1,6 +1,5 @@
 # Quantizers and what they make: every part byte-equal to plain PyTorch for any shape, new values in old tensors, the
-# directions that a tensor has, and the errors. Mutants: columnwise data that is not transposed, a derived scale that is
-# not, or a noop flag that is not looked at turn these red.
+# directions that a tensor has, and the errors.
 
 import pytest
 import torch

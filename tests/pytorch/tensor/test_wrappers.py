@@ -1,6 +1,5 @@
 # Quantized tensors in PyTorch's wrappers: torch.compile, casts and moves of modules, optimizers, DDP and FSDP2 on two
-# processes over gloo. Mutants: a flattened context that compares quantizers by identity, shards that do not agree on a
-# scale, or nn.Module.half that dequantizes turn these red.
+# processes over gloo.
 import pytest
 import torch
 from quantized_cases import (
