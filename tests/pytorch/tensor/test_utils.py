@@ -316,7 +316,7 @@ def test_bad_data_and_columns_are_named():
     for error, arguments, message in (
         (TypeError, (raw, raw), "argument 'tensor' is a Tensor, wanted a quantized tensor"),
         (TypeError, (good, good), "argument 'new_raw_data' is a Float8Tensor, wanted a plain tensor"),
-        (NotImplementedError, (FORMATS["hybrid"]()(torch.ones(20, 40)), raw), "has no data of its own"),
+        (NotImplementedError, (FORMATS["hybrid"]()(torch.ones(20, 40)), raw), "belong to its two parts"),
         (NotImplementedError, (current()(torch.ones(40, 40))[:20], raw), "is a view of some rows of another"),
         (RuntimeError, (columns, raw), "argument 'tensor' has no rowwise data"),
         (ValueError, (good, raw.float()), "argument 'new_raw_data' is of dtype torch.float32, wanted torch.uint8"),

@@ -201,7 +201,7 @@ def _checked(i: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         if t.numel() and t.untyped_storage().nbytes() < (t.storage_offset() + t.numel()) * t.element_size():
             last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
             if t.untyped_storage().nbytes() < (last + 1) * t.element_size():  # an expanded one has fewer elements there
-                raise ValueError(f"{OP}: {what} has no memory, its storage was freed.")
+                raise ValueError(f"{OP}: {what} has no memory, its storage was freed; allocate it again first.")
     like = torch.empty_like(weight, device="meta")
     if weight.stride() != like.stride():
         raise ValueError(f"{OP}: parameter {i} has strides {weight.stride()}, wanted {like.stride()}, without gaps.")

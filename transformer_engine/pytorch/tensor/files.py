@@ -30,7 +30,7 @@ def pack_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
             parts = {f"{key}.{name}": t for name, t in found.items()}
         for name, t in parts.items():
             if name in tensors:
-                raise ValueError(f"pack_state_dict: two tensors are named {name!r}.")
+                raise ValueError(f"pack_state_dict: two tensors are named {name!r}, wanted one; rename a key.")
             tensors[name] = t
     return tensors, {KEY: json.dumps(descriptions)}
 
@@ -44,9 +44,14 @@ def unpack_state_dict(
     try:
         descriptions = json.loads((metadata or {}).get(KEY, "{}"))
     except ValueError as error:
-        raise ValueError(f"unpack_state_dict: argument 'metadata' has no readable {KEY}: {error}.") from error
+        raise ValueError(
+            f"unpack_state_dict: argument 'metadata' has no readable {KEY}: {error}; wanted pack_state_dict's."
+        ) from error
     if not isinstance(descriptions, dict):
-        raise ValueError(f"unpack_state_dict: argument 'metadata' has {KEY} that is not a dictionary.")
+        raise ValueError(
+            f"unpack_state_dict: argument 'metadata' has {KEY} that is a {type(descriptions).__name__}, wanted the "
+            "metadata of pack_state_dict."
+        )
     for key, about in descriptions.items():
         prefix = f"{key}."
         parts = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(f"{prefix}_")}

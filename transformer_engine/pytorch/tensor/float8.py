@@ -267,7 +267,10 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
         if amax_epsilon < 0:
             raise ValueError(f"{type(self).__name__}: argument 'amax_epsilon' is {amax_epsilon}, wanted at least 0.")
         if use_existing_amax and amax is None:
-            raise ValueError(f"{type(self).__name__}: argument 'use_existing_amax' is True, but 'amax' is None.")
+            raise ValueError(
+                f"{type(self).__name__}: argument 'amax' is None with use_existing_amax=True, wanted a tensor of "
+                "one float."
+            )
         self.device = device
         self.use_existing_amax = use_existing_amax
         self.with_amax_reduction = with_amax_reduction

@@ -118,7 +118,10 @@ class Quantizer(Settings):
     def _write(self, x: torch.Tensor, dst: QuantizedTensorStorage, noop_flag: torch.Tensor | None = None) -> None:
         usages = dst.get_usages()
         if not any(usages.values()):
-            raise RuntimeError(f"{type(self).__name__}.update_quantized: argument 'dst' holds no data.")
+            raise RuntimeError(
+                f"{type(self).__name__}.update_quantized: argument 'dst' holds no data (cleared, or saved for "
+                "backward), wanted data in a direction; make one by make_empty()."
+            )
         dst._must_be_writable()
         if dst._rows_of is not None:
             native = self._quantize_by_engine(x, rowwise=True, columnwise=False)

@@ -48,8 +48,8 @@ def restore_from_saved(
             continue
         if not rest:
             raise ValueError(
-                f"restore_from_saved: argument 'saved_tensors' has {len(saved_tensors)}, fewer than prepare_for_saving "
-                "gave."
+                f"restore_from_saved: argument 'saved_tensors' has {len(saved_tensors)} tensors, wanted all that "
+                "prepare_for_saving returned."
             )
         restored.append(rest.pop(0))
     return (restored, rest) if return_saved_tensors else restored

@@ -68,7 +68,7 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
     def device(self) -> torch.device:
         for t in self._tensors().values():
             return t.device
-        raise RuntimeError(f"{type(self).__name__}: it holds no data (cleared, or saved for backward).")
+        raise RuntimeError(f"{type(self).__name__}: it holds no data (cleared, or saved for backward); quantize again.")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +117,9 @@ class QuantizedTensorStorage(Parts, Writes, Subviews, Sharding, Rows, Aliases, A
 
     def _must_hold_data(self, op: str) -> None:
         if not any(self.get_usages().values()):
-            raise RuntimeError(f"{type(self).__name__}.{op}: it holds no data (cleared, or saved for backward).")
+            raise RuntimeError(
+                f"{type(self).__name__}.{op}: it holds no data (cleared, or saved for backward); quantize again."
+            )
 
     # ---- another one like it ----
 

@@ -40,7 +40,8 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
         raise TypeError(f"{op}: argument 'tensor' is a {type(tensor).__name__}, wanted a quantized tensor.")
     if not tensor._gathered:
         raise NotImplementedError(
-            f"{op}: argument 'tensor' is a {type(tensor).__name__}, which has no data of its own."
+            f"{op}: argument 'tensor' is a {type(tensor).__name__}, whose data belong to its two parts; wanted a "
+            "tensor of one format."
         )
     _must_not_be_rows(op, "argument 'tensor'", tensor)
     field = tensor._gathered[0]
@@ -322,7 +323,10 @@ def _derivable(op: str, weights: Any) -> list[QuantizedTensorStorage]:
                 "the rowwise data; wanted one scale a tensor, or 128x128 blocks."
             )
         if not weight.get_usages()[ROWWISE]:
-            raise RuntimeError(f"{op}: model_weights[{i}] has no rowwise data to derive columnwise data from.")
+            raise RuntimeError(
+                f"{op}: model_weights[{i}] has no rowwise data to derive columnwise data from; quantize it again with "
+                "rowwise=True."
+            )
         layout.must_have_memory(getattr(weight, weight._names(ROWWISE)[0]))
         found.append(weight)
     return found

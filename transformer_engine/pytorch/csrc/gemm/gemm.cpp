@@ -72,8 +72,8 @@ void check_epilogue(const Tensor& a, const Extents& e, te_gemm_layout layout, te
   TORCH_CHECK_VALUE(epilogue != TE_GEMM_BGRAD || layout == TE_GEMM_NT,
                     "gemm: argument 'epilogue' is 'bgrad' in a layout whose 'b' is no gradient, wanted layout NT.");
   const bool takes_bias = epilogue == TE_GEMM_BIAS || epilogue == TE_GEMM_GELU;
-  TORCH_CHECK_VALUE(epilogue != TE_GEMM_BIAS || bias.has_value(), "gemm: argument 'bias' is missing for epilogue '",
-                    name, "'.");
+  TORCH_CHECK_VALUE(epilogue != TE_GEMM_BIAS || bias.has_value(), "gemm: argument 'bias' is None with epilogue '", name,
+                    "', wanted a tensor.");
   TORCH_CHECK_VALUE(takes_bias || !bias.has_value(), "gemm: argument 'bias' is given, but epilogue '", name,
                     "' reads none; wanted None, or epilogue bias or gelu.");
   TORCH_CHECK_VALUE((epilogue == TE_GEMM_DGELU) == aux.has_value(), "gemm: argument 'aux' is ",
@@ -103,7 +103,8 @@ void check_out(const Tensor& a, const Extents& e, te_gemm_layout layout, const T
                     ".");
   TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == a.scalar_type(),
                     "gemm: argument 'out' has dtype ", out.scalar_type(), ", wanted Float or ", a.scalar_type(), ".");
-  TORCH_CHECK_VALUE(out.is_contiguous(), "gemm: argument 'out' is not contiguous, and it is written in place.");
+  TORCH_CHECK_VALUE(out.is_contiguous(),
+                    "gemm: argument 'out' is not contiguous, wanted a contiguous one: it is written in place.");
 }
 
 te_gemm_problem problem_of(const Tensor& a, const Tensor& b, te_gemm_layout layout, te_gemm_epilogue epilogue) {

@@ -102,8 +102,9 @@ void check_out(const Operand& a, const Operand& b, const Tensor& out) {
                     a.outer(), "].");
   TORCH_CHECK_VALUE(out.device() == a.data.device(), "gemm_fp8_accumulate: argument 'out' is on ", out.device(),
                     ", wanted ", a.data.device(), ".");
-  TORCH_CHECK_VALUE(out.is_contiguous(),
-                    "gemm_fp8_accumulate: argument 'out' is not contiguous, and it is written in place.");
+  TORCH_CHECK_VALUE(
+      out.is_contiguous(),
+      "gemm_fp8_accumulate: argument 'out' is not contiguous, wanted a contiguous one: it is written in place.");
 }
 
 // ---- the CPU: widen, multiply ----

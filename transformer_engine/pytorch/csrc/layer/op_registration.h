@@ -251,9 +251,8 @@ struct MainGradOp<Family, kPack, kUnpack, LayerArgs (*)(Args...)> {
     for (size_t i = 0; i < targets.size(); i += 3) {
       TORCH_CHECK_VALUE(targets[i] >= 0 && size_t(targets[i]) < lists.size(), Family::kName,
                         ": argument 'targets' names product ", targets[i], ", wanted one below ", lists.size(), ".");
-      TORCH_CHECK_VALUE(targets[i + 2] < 0 || next < main_grads.size(), Family::kName,
-                        ": argument 'targets' needs more tensors than argument 'main_grads' has, ", main_grads.size(),
-                        ".");
+      TORCH_CHECK_VALUE(targets[i + 2] < 0 || next < main_grads.size(), Family::kName, ": argument 'main_grads' has ",
+                        main_grads.size(), " tensors, wanted one for each of 'targets' that is not -1.");
       WeightTarget target{{}, targets[i + 1], targets[i + 2] == 1};
       if (targets[i + 2] >= 0) target.out = main_grads[next++];
       lists[size_t(targets[i])].push_back(std::move(target));

@@ -230,7 +230,7 @@ te_tensor AdamCalls::bytes_of(const Tensor& param, const Tensor& like, int64_t i
   TORCH_CHECK_VALUE(rows_of(param).is_same(param), op_, ": 'param' ", index, " has strides ", param.strides(),
                     ", wanted rows of bytes at one pitch.");
   TORCH_CHECK_VALUE(int64_t(param.storage().nbytes()) >= param.storage_offset() + extent(param), op_, ": 'param' ",
-                    index, " has no memory, its storage was freed.");
+                    index, " has no memory, its storage was freed; allocate it again first.");
   return view_2d(param, op_, "param");
 }
 
