@@ -15,23 +15,11 @@
 namespace te {
 namespace {
 
-using gemm::grouped::RowKernelTraits;
-using gemm::grouped::RowParams;
-using gemm::grouped::WgradKernelTraits;
-using gemm::grouped::WgradParams;
 using gemm::sm90::Major;
+using testing::EmulatedGrouped;
 using testing::GroupedCase;
 using testing::GroupedShape;
 using testing::same;
-
-template <class T>
-struct EmulatedGpu : testing::EmulatedGrouped {
-  void fprop(const RowParams& p, int32_t ctas) const { start<RowKernelTraits<T, Major::kK>>(p, ctas); }
-  void dgrad(const RowParams& p, int32_t ctas) const { start<RowKernelTraits<T, Major::kMN>>(p, ctas); }
-  void wgrad(const WgradParams& p, bool floats, int32_t ctas) const {
-    floats ? start<WgradKernelTraits<T, float>>(p, ctas) : start<WgradKernelTraits<T, T>>(p, ctas);
-  }
-};
 
 // The same problem on the CPU and on the emulated GPU.
 template <class T, class D>
@@ -45,7 +33,7 @@ void compare(te_grouped_product product, const GroupedShape& s, int sms,
   }
   TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
   const gemm::grouped::ProblemShape e{s.rows(), s.n, s.k};
-  const EmulatedGpu<T> gpu{{sms, 7}};
+  const EmulatedGrouped gpu{sms, 7};
   ASSERT_NO_THROW(product == TE_GROUPED_WGRAD ? launch_wgrads(got.problem, e, gpu) : launch_rows(got.problem, e, gpu))
       << name;
   if (product != TE_GROUPED_WGRAD) {
@@ -140,7 +128,7 @@ TEST(GroupedKernels, StrangersInTheLastBlockOfTheDepth) {
     got.x.fill(got.x_values);
     got.dy.fill(got.dy_values);
     TE_ASSERT_OK(te_grouped_gemm(&want.problem, nullptr));
-    gemm::grouped::launch_wgrads(got.problem, {s.rows(), s.n, s.k}, EmulatedGpu<bf16>{{3, unsigned(clean)}});
+    gemm::grouped::launch_wgrads(got.problem, {s.rows(), s.n, s.k}, EmulatedGrouped{3, unsigned(clean)});
     EXPECT_TRUE(same(want.results[clean]->read(), got.results[clean]->read())) << clean;
   }
 }

@@ -44,9 +44,8 @@ WALKS = {
         (f"{CSRC}/gemm/grouped_gemm.cpp", "grouped_rows", "the output; CPU or CUDA; the problem of the C API"),
         (f"{ENGINE}/gemm", "te_grouped_gemm", "contract"),
         (f"{ENGINE}/gemm", "run", "plain or FP8, rows or weight gradients"),
-        (f"{ENGINE}/gemm", "launch_rows", "groups of a launch, tensor maps"),
-        (f"{ENGINE}/gemm/grouped/fprop.cu", "Gpu::fprop", "bfloat16 or float16"),
-        (f"{ENGINE}/gemm", "start", "shared memory; <<<>>>"),
+        (f"{ENGINE}/gemm", "launch_rows", "groups of a launch, tensor maps, the kernel"),
+        (f"{ENGINE}/gemm/grouped/start.cuh", "Gpu::start", "shared memory; <<<>>>"),
     ],
 }
 

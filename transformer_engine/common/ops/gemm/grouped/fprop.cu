@@ -4,9 +4,7 @@
 
 namespace te::gemm::grouped::cuda {
 
-void Gpu::fprop(const RowParams& params, int32_t ctas) const {
-  if (operands == TE_BFLOAT16) return start<RowKernelTraits<bf16, sm90::Major::kK>>(params, ctas, *this);
-  start<RowKernelTraits<fp16, sm90::Major::kK>>(params, ctas, *this);
-}
+template void Gpu::start<RowKernelTraits<bf16, Major::kK>>(const RowParams&, int32_t) const;
+template void Gpu::start<RowKernelTraits<fp16, Major::kK>>(const RowParams&, int32_t) const;
 
 }  // namespace te::gemm::grouped::cuda

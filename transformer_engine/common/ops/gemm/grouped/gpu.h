@@ -1,5 +1,4 @@
-// The Gpu of launches.h on CUDA: what a launch needs of the device, and the kernels, each launched by the .cu file that
-// instantiates it.
+// The Gpu of launches.h on CUDA: what a launch needs of the device, and the kernels, each instantiated by a .cu file.
 #pragma once
 
 #include "core/tensor.h"
@@ -19,9 +18,9 @@ struct Gpu {
   CUtensorMap map(const te_tensor& t, int box_rows) const;
   CUtensorMap result_map(const te_tensor& t) const;
 
-  void fprop(const RowParams& params, int32_t ctas) const;
-  void dgrad(const RowParams& params, int32_t ctas) const;
-  void wgrad(const WgradParams& params, bool float_results, int32_t ctas) const;
+  // Launches the kernel of Traits, on a stream that may be capturing (start.cuh).
+  template <class Traits, class Params>
+  void start(const Params& params, int32_t ctas) const;
   void rows_fp8(const Fp8RowParams& params, int32_t ctas) const;
   void wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const;
   void staged_rows_fp8(const StagedFp8RowParams& params, int32_t ctas) const;

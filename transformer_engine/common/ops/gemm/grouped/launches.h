@@ -1,5 +1,5 @@
-// Launches of a grouped product: parameters of the kernels for at most kLaunchGroups groups each. The Gpu encodes
-// tensor maps, checks which rows begin on 16 bytes and launches kernels. No tensor's memory is read here.
+// Launches of a grouped product: the kernels, and their parameters for at most kLaunchGroups groups each. The Gpu
+// encodes tensor maps, checks which rows begin on 16 bytes and starts kernels. No tensor's memory is read here.
 #pragma once
 
 #include <algorithm>
@@ -43,6 +43,12 @@ Params& launch_params() {
   return *params;
 }
 
+// Calls f(T{}) with the type of the operands, which are bfloat16 or float16.
+template <class F>
+void with_operands(te_dtype dtype, F&& f) {
+  dtype == TE_BFLOAT16 ? f(bf16{}) : f(fp16{});
+}
+
 template <class Gpu>
 void launch_rows(const te_grouped_gemm_problem& p, const ProblemShape& shape, const Gpu& gpu) {
   const bool fprop = p.product == TE_GROUPED_FPROP;
@@ -68,7 +74,10 @@ void launch_rows(const te_grouped_gemm_problem& p, const ProblemShape& shape, co
     params->zero_tail = p.zero_tail != 0 && first + groups == p.groups;
     const int64_t row_tiles = shape.rows / RowTileShape::kM + groups;
     const int32_t ctas = ctas_of(gpu, row_tiles * row_product_pairs_n(n));
-    fprop ? gpu.fprop(*params, ctas) : gpu.dgrad(*params, ctas);
+    with_operands(p.rows.dtype, [&]<class T>(T) {
+      fprop ? gpu.template start<RowKernelTraits<T, Major::kK>>(*params, ctas)
+            : gpu.template start<RowKernelTraits<T, Major::kMN>>(*params, ctas);
+    });
   });
 }
 
@@ -94,7 +103,11 @@ void launch_wgrads_of(const te_grouped_gemm_problem& p, const ProblemShape& shap
     if (wanted == 0) return;
     params.common = {p.offsets + first, groups, int32_t(shape.rows)};
     const int64_t pairs = wgrad_pairs({0, 1}, shape.n, shape.k, true, false);  // of each group with rows
-    gpu.wgrad(params, dtype == TE_FLOAT32, ctas_of(gpu, wanted * pairs));
+    const int32_t ctas = ctas_of(gpu, wanted * pairs);
+    with_operands(p.rows.dtype, [&]<class T>(T) {
+      dtype == TE_FLOAT32 ? gpu.template start<WgradKernelTraits<T, float>>(params, ctas)
+                          : gpu.template start<WgradKernelTraits<T, T>>(params, ctas);
+    });
   });
 }
 

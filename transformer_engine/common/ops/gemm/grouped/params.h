@@ -45,4 +45,10 @@ struct WgradParams {
 };
 static_assert(sizeof(RowParams) <= 32764 && sizeof(WgradParams) <= 32764, "kernel parameters hold 32,764 bytes");
 
+// The kernels of 2-byte operands (traits.cuh), by which a launch names them.
+template <class T, Major kWeights>
+struct RowKernelTraits;
+template <class T, class R>
+struct WgradKernelTraits;
+
 }  // namespace te::gemm::grouped

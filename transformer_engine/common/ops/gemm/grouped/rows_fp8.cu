@@ -6,11 +6,11 @@ namespace te::gemm::grouped::cuda {
 
 void Gpu::rows_fp8(const Fp8RowParams& params, int32_t ctas) const {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, BlockScales>>(params, ctas, *this);
-    return start<Fp8RowKernelTraits<e5m2, BlockScales>>(params, ctas, *this);
+    if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, BlockScales>>(params, ctas);
+    return start<Fp8RowKernelTraits<e5m2, BlockScales>>(params, ctas);
   }
-  if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
-  start<Fp8RowKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
+  if (operands == TE_FLOAT8_E4M3) return start<Fp8RowKernelTraits<e4m3, GroupScale>>(params, ctas);
+  start<Fp8RowKernelTraits<e5m2, GroupScale>>(params, ctas);
 }
 
 }  // namespace te::gemm::grouped::cuda

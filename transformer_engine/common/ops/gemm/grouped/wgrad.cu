@@ -4,13 +4,9 @@
 
 namespace te::gemm::grouped::cuda {
 
-void Gpu::wgrad(const WgradParams& params, bool float_results, int32_t ctas) const {
-  if (operands == TE_BFLOAT16) {
-    if (float_results) return start<WgradKernelTraits<bf16, float>>(params, ctas, *this);
-    return start<WgradKernelTraits<bf16, bf16>>(params, ctas, *this);
-  }
-  if (float_results) return start<WgradKernelTraits<fp16, float>>(params, ctas, *this);
-  start<WgradKernelTraits<fp16, fp16>>(params, ctas, *this);
-}
+template void Gpu::start<WgradKernelTraits<bf16, float>>(const WgradParams&, int32_t) const;
+template void Gpu::start<WgradKernelTraits<bf16, bf16>>(const WgradParams&, int32_t) const;
+template void Gpu::start<WgradKernelTraits<fp16, float>>(const WgradParams&, int32_t) const;
+template void Gpu::start<WgradKernelTraits<fp16, fp16>>(const WgradParams&, int32_t) const;
 
 }  // namespace te::gemm::grouped::cuda

@@ -6,12 +6,11 @@ namespace te::gemm::grouped::cuda {
 
 void Gpu::wgrad_fp8(const Fp8WgradParams& params, int32_t ctas) const {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (operands == TE_FLOAT8_E4M3)
-      return start<Fp8WgradKernelTraits<e4m3, PanelScales<Fp8WgradParams>>>(params, ctas, *this);
-    return start<Fp8WgradKernelTraits<e5m2, PanelScales<Fp8WgradParams>>>(params, ctas, *this);
+    if (operands == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, PanelScales<Fp8WgradParams>>>(params, ctas);
+    return start<Fp8WgradKernelTraits<e5m2, PanelScales<Fp8WgradParams>>>(params, ctas);
   }
-  if (operands == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
-  start<Fp8WgradKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
+  if (operands == TE_FLOAT8_E4M3) return start<Fp8WgradKernelTraits<e4m3, GroupScale>>(params, ctas);
+  start<Fp8WgradKernelTraits<e5m2, GroupScale>>(params, ctas);
 }
 
 }  // namespace te::gemm::grouped::cuda
