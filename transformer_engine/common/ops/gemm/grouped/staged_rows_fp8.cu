@@ -6,11 +6,11 @@ namespace te::gemm::grouped::cuda {
 
 void Gpu::staged_rows_fp8(const StagedFp8RowParams& params, int32_t ctas) const {
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (operands == TE_FLOAT8_E4M3) return start<StagedFp8RowKernelTraits<e4m3, BlockScales>>(params, ctas, *this);
-    return start<StagedFp8RowKernelTraits<e5m2, BlockScales>>(params, ctas, *this);
+    if (operands == TE_FLOAT8_E4M3) return start<StagedFp8RowKernelTraits<e4m3, BlockScales>>(params, ctas);
+    return start<StagedFp8RowKernelTraits<e5m2, BlockScales>>(params, ctas);
   }
-  if (operands == TE_FLOAT8_E4M3) return start<StagedFp8RowKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
-  start<StagedFp8RowKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
+  if (operands == TE_FLOAT8_E4M3) return start<StagedFp8RowKernelTraits<e4m3, GroupScale>>(params, ctas);
+  start<StagedFp8RowKernelTraits<e5m2, GroupScale>>(params, ctas);
 }
 
 }  // namespace te::gemm::grouped::cuda

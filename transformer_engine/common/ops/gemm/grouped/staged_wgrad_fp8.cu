@@ -7,11 +7,11 @@ namespace te::gemm::grouped::cuda {
 void Gpu::staged_wgrad_fp8(const StagedFp8WgradParams& params, int32_t ctas) const {
   using Panels = PanelScales<Fp8WgradParams>;
   if (scaling == TE_SCALING_BLOCK_1D) {
-    if (operands == TE_FLOAT8_E4M3) return start<StagedFp8WgradKernelTraits<e4m3, Panels>>(params, ctas, *this);
-    return start<StagedFp8WgradKernelTraits<e5m2, Panels>>(params, ctas, *this);
+    if (operands == TE_FLOAT8_E4M3) return start<StagedFp8WgradKernelTraits<e4m3, Panels>>(params, ctas);
+    return start<StagedFp8WgradKernelTraits<e5m2, Panels>>(params, ctas);
   }
-  if (operands == TE_FLOAT8_E4M3) return start<StagedFp8WgradKernelTraits<e4m3, GroupScale>>(params, ctas, *this);
-  start<StagedFp8WgradKernelTraits<e5m2, GroupScale>>(params, ctas, *this);
+  if (operands == TE_FLOAT8_E4M3) return start<StagedFp8WgradKernelTraits<e4m3, GroupScale>>(params, ctas);
+  start<StagedFp8WgradKernelTraits<e5m2, GroupScale>>(params, ctas);
 }
 
 }  // namespace te::gemm::grouped::cuda
