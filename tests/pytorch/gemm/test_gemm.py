@@ -258,7 +258,7 @@ def bad_calls(device):
         (lambda: gemm(a, b, "TT"), ("'layout'", "'TT'", "TN, NN or NT")),
         (lambda: gemm(a, b, epilogue="relu"), ("'epilogue'", "'relu'", "bgrad")),
         (lambda: gemm(a, b, epilogue="bgrad"), ("'epilogue'", "bgrad", "NT")),
-        (lambda: gemm(a, b, epilogue="bias"), ("'bias'", "missing", "'bias'")),
+        (lambda: gemm(a, b, epilogue="bias"), ("'bias'", "wanted a tensor", "'bias'")),
         (lambda: gemm(a, b, bias=bias), ("'bias'", "'none'")),
         (lambda: gemm(a, b, epilogue="bias", bias=t(1)), ("'bias'", "[1]", "[6]")),
         (lambda: gemm(a, b, epilogue="bias", bias=bias.to(half)), ("'bias'", "Half", "BFloat16")),
