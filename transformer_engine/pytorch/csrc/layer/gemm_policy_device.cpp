@@ -268,7 +268,8 @@ class DeviceGroups final : public GemmPolicy {
       const WeightLists lists(w, false, x.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = x.fp8.rowwise, &scale_inv = x.fp8.rowwise_scale_inv;
-      const Tensor out = room(dispatch, given, grouping_.tail_unread, rows, data[0].size(0), like.scalar_type());
+      const Tensor out =
+          output_buffer(dispatch, given, grouping_.tail_unread, rows, data[0].size(0), like.scalar_type());
       Tensor y = out;
       if (!out.defined()) {
         y = dispatch.call<grouped_fp8_fprop>("te::grouped_fp8_fprop", rows, scale_inv, code_of(x.fp8), data, scales,
@@ -284,7 +285,8 @@ class DeviceGroups final : public GemmPolicy {
     }
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, x, offsets, like.scalar_type());
-    const Tensor out = room(dispatch, given, grouping_.tail_unread, rows, weights[0].size(0), rows.scalar_type());
+    const Tensor out =
+        output_buffer(dispatch, given, grouping_.tail_unread, rows, weights[0].size(0), rows.scalar_type());
     const Tensor y =
         dispatch.direct()
             ? Direct::call<grouped_rows>("te::grouped_fprop", TE_GROUPED_FPROP, rows, weights, w.biases, offsets, out)
@@ -301,7 +303,8 @@ class DeviceGroups final : public GemmPolicy {
       const WeightLists lists(w, true, dy.fp8);
       const at::TensorList data(lists.data), scales(lists.scales);
       const Tensor &rows = dy.fp8.rowwise, &scale_inv = dy.fp8.rowwise_scale_inv;
-      const Tensor out = room(dispatch, given, grouping_.dgrad_tail_unread, rows, data[0].size(0), like.scalar_type());
+      const Tensor out =
+          output_buffer(dispatch, given, grouping_.dgrad_tail_unread, rows, data[0].size(0), like.scalar_type());
       Tensor dx = out;
       if (!out.defined()) {
         dx = dispatch.call<grouped_fp8_dgrad>("te::grouped_fp8_dgrad", rows, scale_inv, code_of(dy.fp8), data, scales,
@@ -317,7 +320,8 @@ class DeviceGroups final : public GemmPolicy {
     }
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, dy, offsets, like.scalar_type());
-    const Tensor out = room(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(1), rows.scalar_type());
+    const Tensor out =
+        output_buffer(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(1), rows.scalar_type());
     const at::TensorList no_biases;
     const Tensor dx = dispatch.direct() ? Direct::call<grouped_rows>("te::grouped_dgrad", TE_GROUPED_DGRAD, rows,
                                                                      weights, no_biases, offsets, out)
@@ -340,8 +344,8 @@ class DeviceGroups final : public GemmPolicy {
   bool listed() const { return !grouping_.splits.empty(); }
   // Where a result goes: the caller's buffer, or memory in which rows of no group are not written; undefined: a tensor
   // that the product makes, with zeros there.
-  static Tensor room(const DispatchMode& dispatch, const Tensor& given, bool tail_unread, const Tensor& rows,
-                     int64_t features, at::ScalarType dtype) {
+  static Tensor output_buffer(const DispatchMode& dispatch, const Tensor& given, bool tail_unread, const Tensor& rows,
+                              int64_t features, at::ScalarType dtype) {
     if (given.defined() || !tail_unread || !dispatch.direct()) return given;
     return at::empty({rows.size(0), features}, rows.options().dtype(dtype));
   }

@@ -1,4 +1,4 @@
-// See tp_comm_peer.h. The comm room of the engine plans the order of the steps.
+// See tp_comm_peer.h. The engine's comm op plans the order of the steps.
 #include "layer/tp_comm_peer.h"
 
 #include <ATen/ops/empty.h>
