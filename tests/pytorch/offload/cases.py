@@ -1,5 +1,7 @@
 # Shared by the tests of offload: small stacks of layers, a training step with and without a context, a threshold that
 # offloads small tensors, and the peak device memory of a run.
+import gc
+
 import pytest
 import torch
 
@@ -48,6 +50,7 @@ def peak_bytes(run, device):
     be up to 1 MiB larger. On a CPU torch's profiler reports each allocation; the host memory of offloaded tensors is
     not allocated by torch."""
     if device == "cuda":
+        gc.collect()  # tensors in circles that earlier tests left would be freed during the run
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # checks for memory that other streams have released
         torch.cuda.reset_peak_memory_stats()

@@ -242,7 +242,7 @@ def test_a_table_survives_its_file(layer, tmp_path):
     text = json.loads((tmp_path / "table.json").read_text())
     for field, value in (("gpu", "another"), ("cublaslt", 1)):
         te.tune.clear()
-        with pytest.raises(RuntimeError, match=r"was tuned on .*, and this is .*; tune again"):
+        with pytest.raises(RuntimeError, match=r"was tuned on .*, but this is .*; tune again"):
             te.tune.load(write(tmp_path / "other.json", text | {field: value}))
         with pytest.raises(RuntimeError, match="nothing was tuned"):
             te.tune.save(tmp_path / "again.json")
