@@ -1,5 +1,6 @@
-# Padding of a batch by cumulative lengths, without a mask tensor: under a causal mask zeros around torch's attention,
-# under the others flash over the sequences as packed ones. On a CPU a stand-in takes flash's place.
+# Padding of a batch by cumulative lengths, without a mask tensor: under a causal mask zeros around the attention of
+# torch, or of cuDNN with a sink; under the others flash over the sequences as packed ones. On a CPU stand-ins take the
+# places of the kernels.
 import contextlib
 import sys
 
@@ -12,6 +13,7 @@ from transformer_engine.pytorch.attention.backends import attention_path
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.attention.memory_order import inputs_without_padding, result_without_padding, zeroed
 
+from .batch_stand_in import batch_kernels_on_the_cpu
 from .flash_stand_in import flash_on_the_cpu
 from .packed_cases import check_close, gradients
 
@@ -28,7 +30,7 @@ def flash_of_a_gpu(monkeypatch):
 
     monkeypatch.setattr(dot_product_attention, "attention_path", path_of_a_gpu)
     monkeypatch.setattr(FUNCTION, "_OF_GPUS", ())
-    with flash_on_the_cpu():
+    with flash_on_the_cpu(), batch_kernels_on_the_cpu():
         yield
     monkeypatch.undo()
 
@@ -76,14 +78,49 @@ def test_flash_computes_sequences_of_a_batch(device, monkeypatch, case, layout):
     wide = [t.cpu().double() for t in tensors]
     exact = gradients(lambda *t: module(*t, **{name: t.cpu() for name, t in told.items()}), wide)
     with flash_of_a_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
-        (row,) = [row for row in te.explain(module, *tensors, **told).rows if row.op == "attention"]
-        assert row.path == "flash"
+        assert path_of(module, *tensors, **told) == "flash"
         got = gradients(lambda *t: module(*t, **told), tensors)
         again = gradients(lambda *t: module(*t, checkpoint_core_attention=True, **told), tensors)
     check_close(got, [t.to(device) for t in exact], torch.bfloat16, case, factor=2)
     assert_same_bits(again[0], got[0])
     for t, side in zip(got, (0, 0, 1, 1), strict=True):
         for i, n in enumerate(numbers[side]):
+            assert not (t[i, n:] if layout == "bshd" else t[n:, i]).any()
+
+
+def path_of(module, *tensors, **told):
+    (row,) = [row for row in te.explain(module, *tensors, **told).rows if row.op == "attention"]
+    return row.path
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_a_sink_by_cudnn_sees_no_padding(device, monkeypatch, layout):
+    """Zeros around the kernel: of q, k, v, the result and the incoming gradient."""
+    torch.use_deterministic_algorithms(False)
+    options = {"attn_mask_type": "padding_causal", "softmax_type": "learnable", "device": device}
+    module = te.DotProductAttention(4, 16, 2, qkv_format=layout, **options)
+    torch.nn.init.normal_(module.softmax_offset)
+    numbers = (40, 0, 17)
+    lengths = lengths_of(numbers, device)
+    told = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    tensors = batch(device, torch.bfloat16, layout, (40, 40), (numbers, numbers), fill=torch.nan)
+
+    def run(tensors):
+        module.zero_grad()
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        out = module(*leaves, **told)
+        torch.manual_seed(4)
+        out.backward(torch.randn(out.shape).bfloat16().to(out))  # of padding too
+        return [out.detach(), *(t.grad for t in leaves)], [module.softmax_offset.grad.clone()]
+
+    exact, sink = run([t.nan_to_num(0.0).double() for t in tensors])
+    with flash_of_a_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
+        assert path_of(module, *tensors, **told) == "cudnn"
+        got, got_sink = run(tensors)
+    check_close(got, exact, torch.bfloat16, factor=2)
+    check_close(got_sink, sink, torch.float32, "sink", torch.bfloat16, factor=2)
+    for t in got:
+        for i, n in enumerate(numbers):
             assert not (t[i, n:] if layout == "bshd" else t[n:, i]).any()
 
 

@@ -27,7 +27,7 @@ def run(device, dtype, value, mask, layout, groups, checkpointed, given):
 
 
 @pytest.mark.parametrize("value", [1e18, 1e20, 3e38, torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
 def test_huge_values_are_as_zeros(device, value, dtype, mask, layout):

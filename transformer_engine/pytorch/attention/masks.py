@@ -230,7 +230,8 @@ def present_tokens(
     attention_mask: AttentionMask, cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None], seqs: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of queries and of keys: [b, seq], True for tokens. Arguments as checked by check_padding."""
-    pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+    masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,)
+    pair = (masks[0], masks[-1])
     queries, keys = (_present(m, c, n) for m, c, n in zip(pair, cu_seqlens, seqs, strict=True))
     return queries, keys
 

@@ -86,9 +86,9 @@ def result_without_padding(out: torch.Tensor, cumulative: torch.Tensor, batch_fi
 
 def _without_padding(tensors, cumulative, batch_first, node):
     """By the engine, a copy and a launch for all; or by one pass over each tensor, which compilers fuse with others and
-    which keeps another order of tokens. node: of autograd, None: there is none."""
+    which keeps another order of tokens, and float64. node: of autograd, None: there is none."""
     fused = torch.compiler.is_compiling() or _is_wrapped()
-    if fused or (node is None and torch.is_grad_enabled()) or not all(map(_by_token, tensors)):
+    if fused or (node is None and torch.is_grad_enabled()) or not all(map(_by_engine, tensors)):
         seq = tensors[0].shape[1 if batch_first else 0]
         padding = ~present_tokens(None, (cumulative, cumulative), (seq, seq))[0]
         padding = (padding if batch_first else padding.t())[:, :, None, None]
@@ -99,6 +99,6 @@ def _without_padding(tensors, cumulative, batch_first, node):
     return made if isinstance(made, tuple) else (made,)
 
 
-def _by_token(t: torch.Tensor) -> bool:
+def _by_engine(t: torch.Tensor) -> bool:
     strides = t.stride()
-    return strides[0] >= strides[1] >= strides[2] >= strides[3] > 0
+    return t.dtype != torch.float64 and strides[0] >= strides[1] >= strides[2] >= strides[3] > 0
