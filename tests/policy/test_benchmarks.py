@@ -131,7 +131,6 @@ def test_report_lists_every_target_on_the_committed_results():
 
 
 def test_the_page_of_results_equals_the_rows():
-    """Mutant: a digit of docs/reference/results.md, or a row that is appended without it."""
     made = run(BENCHMARKS / "report.py", "--markdown").stdout
     assert (BENCHMARKS.parent / "docs/reference/results.md").read_text() == made, "run `bash qa/regenerate.sh`"
 
@@ -174,7 +173,6 @@ def fp8_rows(op, shape, ratio, **columns):
 
 
 def test_fp8_slower_than_bf16_is_short_whatever_its_target_is(tmp_path):
-    """Mutants: judge() that trusts the target, unbound() that returns nothing."""
     low = [t for t in targets.TARGETS if t.dtype == "fp8" and t.measure == "x own bf16" and t.bound < 0.98]
     own = {(t.op, t.shape) for t in targets.TARGETS}
     assert low and ("fresh_fp8", "1x2") not in own
@@ -331,7 +329,7 @@ class StubEvent:
 
 
 def test_a_sustained_sample_lasts_a_tenth_of_a_second_and_reads_clock_and_power(monkeypatch):
-    """On a stub of a GPU whose calls last 0.5 ms. Mutants: a batch of 1 ms, readings before the work."""
+    """On a stub of a GPU whose calls last 0.5 ms."""
     calls = []
 
     def run(x):

@@ -1,6 +1,5 @@
 # Memory that a call's arguments, results and gradients share: with the static tensors, with each other; and what is
-# written in place, by a captured function or by its caller. Mutants: copying the arguments in one by one, or giving no
-# argument back what the function wrote to it, turn these red.
+# written in place, by a captured function or by its caller.
 
 import copy
 import gc

@@ -1,6 +1,5 @@
 # Captured modules whose class has its own __call__, as frameworks write it: the capture goes through it, and a call
-# reaches the replay once. Mutants: capturing `module.forward`, or leaving the class in place after a capture, turn
-# these red.
+# reaches the replay once.
 import copy
 
 import pytest
@@ -332,7 +331,7 @@ def test_main_grads_of_eager_parts(device, delay):
 
 
 def test_what_a_capture_made_is_written_once(device):
-    """A caller may set attributes of its own on a captured callable. Mutant: slots in Graphed."""
+    """A caller may set attributes of its own on a captured callable."""
     graphed = te.make_graphed_callables(
         (te.Linear(HIDDEN, HIDDEN, device=device),), ((tokens(device, grad=True),),), _order=[1, -1]
     )

@@ -1,5 +1,4 @@
-# Captured callables inside other code: checkpoints, captures, modules that get other tensors. Mutants: a module that is
-# not checked again after a conversion, or a replay inside a capture that is let through, turn these red.
+# Captured callables inside other code: checkpoints, captures, modules that get other tensors.
 import copy
 
 import pytest

@@ -1,6 +1,5 @@
 # Arguments and modules that make_graphed_callables refuses before anything is changed; and an exception inside of
-# warm-up or capture, which leaves no trace. Mutant: leaving out the restoring of random states or of .grad when a
-# capture fails turns the faults red.
+# warm-up or capture, which leaves no trace.
 import copy
 
 import pytest

@@ -1,6 +1,5 @@
 # Captured callables under quantization: the bits of eager under each recipe, scales and histories included; weights
-# that are quantized once for several microbatches; state that a capture leaves as it was. Mutants: leaving out the
-# update of the backward's scales, or the flag of kept weights, turns these red.
+# that are quantized once for several microbatches; state that a capture leaves as it was.
 import copy
 
 import pytest

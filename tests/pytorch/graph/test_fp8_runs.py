@@ -1,6 +1,5 @@
 # Captured modules under quantization through whole runs: delayed weight gradients into main_grad, many replays, and an
-# exception at every stage of a capture. Mutants: leaving out the restoring of scales, or of the quantized weights that
-# a module keeps, when a capture fails turns the faults red.
+# exception at every stage of a capture.
 import collections
 import copy
 import gc

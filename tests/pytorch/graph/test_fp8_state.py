@@ -1,5 +1,5 @@
 # The state that a capture under quantization leaves, and how later calls change it: scales, faults, saved states,
-# weights that are quantized again. Mutant: leaving out the flag of kept weights turns these red.
+# weights that are quantized again.
 import copy
 
 import pytest

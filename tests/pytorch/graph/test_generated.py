@@ -1,7 +1,6 @@
 # Random programs over captured callables equal eager ones, bit for bit: schedules, shared buffers, checkpoints,
 # recipes, microbatches in flight, weight gradients everywhere, refused calls, exceptions in captures, writes to tensors
-# of pending backwards. --generated=N runs N programs; a failure prints its program. Mutant: results of a checkpoint's
-# first run that stay in static memory turn programs 54, 65 and 91 red; parameters that are not guarded, 29 and 35.
+# of pending backwards. --generated=N runs N programs; a failure prints its program.
 import pytest
 from ranks import on_ranks
 

@@ -1,5 +1,5 @@
 # Captured callables on two ranks: amaxes of delayed scaling are reduced over the group that eager takes, at the same
-# places and in the same order. Mutants: the captured group inside of an autocast, or none, turn these red.
+# places and in the same order.
 import pytest
 from ranks import on_ranks
 

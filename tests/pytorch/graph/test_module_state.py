@@ -1,6 +1,5 @@
 # The state of the modules after a capture: buffers, parameters and gradients are unchanged, whatever the forward wrote
-# to them. Mutant: putting back the buffers alone turns the parameters red; ending at the first thing that cannot be put
-# back, the gradients.
+# to them.
 import copy
 
 import pytest

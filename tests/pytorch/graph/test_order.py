@@ -1,6 +1,5 @@
 # Pipeline schedules of make_graphed_callables: what _order means, and that 1F1B, interleaved and delayed-gradient
-# orders give the bits of eager, with and without shared buffers. Mutants: giving a pass's buffers back at its forward,
-# or its outputs' buffers one backward too early, turn the reuse tests red.
+# orders give the bits of eager, with and without shared buffers.
 import copy
 import gc
 

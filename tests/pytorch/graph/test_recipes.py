@@ -1,7 +1,5 @@
 # Captures under another recipe than the modules ran under before: eager's switch of recipe where they succeed, nothing
-# where they fail. Mutants: scales put back without the formats' ratio, histories put back at their old length, and a
-# failed capture that leaves its rule in the states turn these red; _tell_of_autocast left out of a call turns
-# test_a_call_in_an_autocast_of_a_capture_without red.
+# where they fail.
 import copy
 import warnings
 

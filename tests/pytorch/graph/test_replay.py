@@ -1,5 +1,4 @@
-# A captured callable at a call: what it refuses, and what it takes in another form than it was captured with. Mutant:
-# leaving out the check of the train mode turns these red.
+# A captured callable at a call: what it refuses, and what it takes in another form than it was captured with.
 import copy
 import gc
 import weakref

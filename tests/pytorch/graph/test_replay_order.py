@@ -1,6 +1,5 @@
 # Replays in another order than that of the captures: a backward whose memory may have been overwritten raises an error,
-# and a backward with memory of its own raises none. Mutant: letting any microbatch begin while another one is under way
-# turns these red.
+# and a backward with memory of its own raises none.
 import copy
 import itertools
 

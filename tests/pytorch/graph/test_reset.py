@@ -1,5 +1,4 @@
-# The end of a captured callable: reset(), memory, and what holds what. Mutant: leaving the static tensors to a handle
-# that was reset turns these red.
+# The end of a captured callable: reset(), memory, and what holds what.
 import copy
 import gc
 import weakref

@@ -1,6 +1,5 @@
 # How long what a replay hands out stays as it is: results until the next call, gradients of them wherever autograd or a
-# user holds one. Mutants: giving results' memory back at their backward, a gradient handed on without a copy to any
-# captured callable that made the argument, or one that stays aliased when another replay comes, turn these red.
+# user holds one.
 import copy
 import random
 

@@ -1,5 +1,4 @@
-# Replays on a stream of their own: what waits for what, and what overlaps. Mutant: leaving out the wait for the graph's
-# stream turns these red.
+# Replays on a stream of their own: what waits for what, and what overlaps.
 import collections
 
 import pytest

@@ -1,6 +1,5 @@
 # Tensors whose elements share memory, expanded ones above all: refused as samples at once, whatever their size, and
-# right as results and gradients. Mutants: asking dimensions by pairs alone whether they meet, or a gradient that comes
-# in with the strides of an overlapping result, turn these red.
+# right as results and gradients.
 import random
 
 import pytest

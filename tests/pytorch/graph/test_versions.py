@@ -1,6 +1,5 @@
 # Tensors that replays write to without torch's counting it: autograd has to detect, as in eager, that a saved tensor
 # was overwritten. On a CPU the recorder's work would be counted by torch itself, so these tests run it uncounted.
-# Mutants: leaving out either of the two counts of a replay turns these red.
 import copy
 
 import pytest

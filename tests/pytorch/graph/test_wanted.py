@@ -1,6 +1,5 @@
 # A backward that is asked for some gradients alone, torch.autograd.grad() and backward(inputs=): main_grad, what waits
-# for backward_dw() and the marks of weights are those of eager, captured or not. Mutants: a graph whose additions to
-# main_grad stay, or a joined weight of which all gets its gradient where one part is asked for, turn these red.
+# for backward_dw() and the marks of weights are those of eager, captured or not.
 import pytest
 import torch
 from support import assert_same_bits, refused

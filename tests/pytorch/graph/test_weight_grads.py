@@ -1,6 +1,4 @@
-# Captured callables and weight gradients: delayed ones, main_grad, static ones on demand. Mutant: zeroing no main_grad
-# for is_first_microbatch, or a .grad that is left where a replay writes, turns these red; `at <= position` in
-# AliasedGrads of graph/memory/aliased_grads.py, test_a_static_gradient_of_the_same_graph_twice.
+# Captured callables and weight gradients: delayed ones, main_grad, static ones on demand.
 import collections
 import copy
 

@@ -1,7 +1,5 @@
 # Aliases and rows of a quantized tensor that hold other directions than it does: a write to any of them gives all of
-# them the values, in the memory that they had. Mutants: a write that reaches no other, one that makes new memory for
-# the direction that it lacks, one that does not count as a write to that, and members that are kept alive turn these
-# red.
+# them the values, in the memory that they had.
 import gc
 
 import pytest

@@ -1,6 +1,5 @@
 # torch's operations on quantized tensors: which results stay quantized, which operations compute with the values or
-# write them back, and that views share memory or are no views. Mutants: a rule that omits a part, an in-place op that
-# quantizes nothing, or a slice that lets columnwise data go stale turn these red.
+# write them back, and that views share memory or are no views.
 import copy
 
 import pytest

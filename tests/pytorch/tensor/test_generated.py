@@ -1,6 +1,5 @@
 # Random programs over quantized tensors, their views, aliases and copies: never silently another value than torch's own
-# operations would leave there, one rounding of the format aside. programs.py defines programs. Mutants: a rows view
-# that is rescaled when it is written, a transpose that a write leaves as it was.
+# operations would leave there, one rounding of the format aside. programs.py defines programs.
 import pytest
 from generated import Program
 from quantized_cases import FORMATS

@@ -1,6 +1,4 @@
 # quantize_all: many quantized tensors take new values as quantize_() of each gives them, those alike by one call.
-# Mutants: rows of a tensor taken for a tensor (_kind), a missing _written(); a batch that ends after its first weight
-# (adam_step.py) turns test_a_step_of_many_weights red.
 import copy
 
 import pytest

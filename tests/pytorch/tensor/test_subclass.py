@@ -1,6 +1,5 @@
 # A client's class that derives from QuantizedTensor directly: data in attributes of its own, values by its dequantize,
-# new values by its quantize_. Mutants: operations that look for parts, aliases that copy, gradients that end in
-# dequantize turn these red.
+# new values by its quantize_.
 import copy
 import pickle
 

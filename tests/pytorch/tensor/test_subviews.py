@@ -1,5 +1,4 @@
-# Many tensors in one byte buffer, and the records by which their parts leave it and come back. Mutants: restoring a
-# part by as_strided on the bytes (a scale with the byte dtype), or padding that is not zeroed, turn these red.
+# Many tensors in one byte buffer, and the records by which their parts leave it and come back.
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 # Writes through views of quantized tensors: rows are written where they are, whatever the scale, and every direction
-# follows; a result that is not a view of the memory cannot be written. Mutants: a row view that writes its own scale,
-# one that leaves columnwise data as they were, rows that clip values for which their tensor's scale has no room, and
-# values of a view that take a write without an error turn these red.
+# follows; a result that is not a view of the memory cannot be written.
 import copy
 import io
 

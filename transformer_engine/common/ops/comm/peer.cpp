@@ -207,7 +207,7 @@ class Channel {
   void let_in(Call& call, int32_t slot, const Steps& to) {
     if (call.let_in.empty()) {
       throw Error(TE_INVALID_ARGUMENT, concat("te_comm_peer: slot ", slot,
-                                              "  has no call; call te_comm_peer_begin() before pushes and signals."));
+                                              " has no call; call te_comm_peer_begin() before pushes and signals."));
     }
     for (size_t step = to.first, last = to.first + to.count; step < last; ++step) {
       Steps waits{step, 0};
