@@ -1,7 +1,6 @@
 // grouped gemm of FP8 operands through the C API, on every device here: each product against float64 per group, exact
 // operands bit for bit against the header's formula, poisoned results and strangers (everything outside of groups is
-// NaN), panels, empty groups, many groups, te_gemm of each group, errors. Mutants: `first + 1` in run_rows' scales, a
-// panel that is skipped in Joined, `g` for `panel` in run_weight_gradient turn these red.
+// NaN), panels, empty groups, many groups, te_gemm of each group, errors.
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,7 +1,6 @@
 // stash through the C API, on every device here: live parts come back bit for bit, whatever their sizes, counts, pages
 // and tiers; tails have the values that the member asked for; nothing else is touched; and lost groups are NaN in every
-// live row. Mutants: a tail one unit too far (tail_end), a tile one byte short (tile_of, stash_layout.h), or a lost
-// group whose load writes nothing turns these red.
+// live row.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -69,7 +68,6 @@ TEST_P(Stash, SixteenMembersOfAnyAlignmentShareATable) {
   }
 }
 
-// Mutant: units behind where none is alive, or beyond the last one (alive(), stash_layout.h).
 TEST_P(Stash, UnitsBehindTheLiveOnesComeToo) {
   const int64_t most = 300;
   Group group(device(), {{100, most, TE_STASH_TAIL_ZERO, 128, 0, 4, 127}, {7, most, TE_STASH_TAIL_KEEP, 128, 3, 8, 1}});
@@ -83,7 +81,6 @@ TEST_P(Stash, UnitsBehindTheLiveOnesComeToo) {
   EXPECT_EQ(pool.report().flags, uint32_t(TE_STASH_OVER_CAPACITY | TE_STASH_NEGATIVE));
 }
 
-// Mutants: no gate in raise(), or in start_step() (stash_pages.h).
 TEST_P(Stash, TheCallersGateIsTheReports) {
   testing::Buffer<float> gate(device(), 1, 1);
   gate.fill({0.5f});

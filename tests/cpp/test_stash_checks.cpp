@@ -1,6 +1,5 @@
 // Refusals of the stash, and the findings of its debug mode: bytes that changed, bytes between pages, pages that were
-// given back, pages that never were. A refused call changes nothing. Mutants: mixed() without the position, a canary
-// that is not mended, or a checksum over the page instead of the live bytes (stash_debug.h) turn these red.
+// given back, pages that never were. A refused call changes nothing.
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -1,8 +1,6 @@
 // Which pages calls take and give back, and every number of the report, against a model that keeps lists of its own, on
 // random traces: no page with two owners, none lost, and the same maps on the CPU and on CUDA. Then the rule that loads
 // called after a store show it no page, whenever they run.
-// Mutants: `>=` to `>` in wrapped(), tail(loads) to tail(loads + 1) in Tier::free(), or host pages taken before those
-// of the device (stash_pages.h) turn these red.
 #include <gtest/gtest.h>
 
 #include <algorithm>

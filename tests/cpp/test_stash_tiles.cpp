@@ -1,7 +1,5 @@
 // How groups are cut into tiles: each byte of each live part once, no tile empty, none across two cells, and those of
 // device pages apart from those of host pages.
-// Mutants: a cell too many where a member ends with one (cut_member), or a page's last cell as long as the others
-// (tile_of, stash_layout.h) turn these red.
 #include <gtest/gtest.h>
 
 #include <algorithm>

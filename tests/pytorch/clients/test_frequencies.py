@@ -1,7 +1,5 @@
 """Frequencies of a client's own (Llama 3's scaling, a table from a file) in RotaryPositionEmbedding: the values stay,
-in float32, whatever is done to the model around them.
-
-Mutants: _apply that computes them again; that leaves the values of .bfloat16(); that leaves those of to_empty()."""
+in float32, whatever is done to the model around them."""
 
 import copy
 import io

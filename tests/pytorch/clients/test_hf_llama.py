@@ -251,8 +251,7 @@ def test_the_cache_of_the_unfused_model_is_used_again(device, tmp_path):
 
 @pytest.mark.parametrize("around", [torch.enable_grad, current])
 def test_captured_layers_have_the_bits_of_eager(device, around):
-    """With the keywords that the model hands its layers. Mutant: positions compared, which waits, where there is one
-    row of them."""
+    """With the keywords that the model hands its layers."""
     eager = fuse(model(device)).train()
     captured, t = copy.deepcopy(eager), tokens(device, 2)
     fp8 = {"enabled": True, "recipe": recipe.Float8CurrentScaling()} if around is current else {}

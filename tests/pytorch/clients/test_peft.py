@@ -1,7 +1,4 @@
-"""PEFT's LoRA on our layers: its adapters wrap projections and MLPs, train beside frozen weights, are saved and read.
-
-Mutants: is_own that answers True for whatever has the name; own_storage left out of _save_to_state_dict
-(test_a_whole_model_is_saved)."""
+"""PEFT's LoRA on our layers: its adapters wrap projections and MLPs, train beside frozen weights, and are saved."""
 
 import pytest
 import torch

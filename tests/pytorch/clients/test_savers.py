@@ -1,11 +1,6 @@
 """Libraries that save a model and look at storages for it get each name with its own bytes, and all of them come back:
 accelerate, safetensors, transformers' look at shared tensors, torch.save, DCP; nothing is copied for it, and a write
-into a state dict writes into the module.
-
-Mutants: _save_to_state_dict that leaves out own_storage turns nearly all red; own_storage without the version counter
-test_a_write_into_a_state_dict_counts; parts() without its cache test_two_names_of_one_parameter_are_written_once;
-_join without whole_storage test_assigned_tensors_stay_shared; in_whole that answers {} always
-test_called_with_a_state_dict_it_joins_without_a_copy; Part without `whole` test_a_state_dict_outlives_the_module."""
+into a state dict writes into the module."""
 
 import copy
 import gc

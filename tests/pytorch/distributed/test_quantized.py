@@ -1,7 +1,5 @@
 # gather_along_first_dim with a quantizer, or of quantized tensors, on two processes: byte-equal to the whole tensor
-# quantized, in every format and direction; what travels; what quantizers note; refusals. Mutants: an amax that is not
-# agreed on, columnwise data of the ranks concatenated, blocks that are gathered though they span two ranks, scales that
-# are not compared, turn these red.
+# quantized, in every format and direction; what travels; what quantizers note; refusals.
 import pytest
 import torch
 from ranks import on_ranks

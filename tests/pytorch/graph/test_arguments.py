@@ -1,6 +1,5 @@
 # Arguments of make_graphed_callables and of its replays: constants beside tensors, tensors that a graph can read, and a
-# named refusal of any other argument before anything is changed. Mutant: `same` that answers `given == own` alone turns
-# the constants red.
+# named refusal of any other argument before anything is changed.
 import dataclasses
 import functools
 

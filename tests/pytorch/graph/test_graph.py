@@ -1,6 +1,5 @@
 # make_graphed_callables: captured equals eager, bit for bit, in everything that a training step leaves. On a CPU a
-# recorder replaces the graphs, on CUDA they are real. Mutant: returning the static gradients of parameters instead of
-# copies turns test_gradients_accumulate_over_replays red.
+# recorder replaces the graphs, on CUDA they are real.
 import copy
 import pickle
 

@@ -1,6 +1,5 @@
 # Gradients and results that a graph would lose without an error: tensors that a function closes over, a capture without
-# gradients, parameters frozen or not since the capture, tensors inside of unknown classes. Mutant: leaving out the walk
-# through the history of the result turns the first test red.
+# gradients, parameters frozen or not since the capture, tensors inside of unknown classes.
 import copy
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 # te.GroupedLinear as a module: what clients look at, its life beside recomputation, compilation, captures and copies,
-# and what it refuses. Its values are test_grouped_linear.py's. Mutants: _marks_kept that keeps nothing, `_unstacked`
-# that takes rows of the wrong group, or takes them beside weights of single groups, reads() of a WgradTask empty:
-# each turns tests here red.
+# and what it refuses. Its values are test_grouped_linear.py's.
 import copy
 import pickle
 

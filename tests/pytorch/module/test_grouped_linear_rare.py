@@ -1,7 +1,5 @@
 # te.GroupedLinear in FP8 with sizes on the device, in rare cases: weights kept by captures, groups held otherwise than
-# their neighbours, calibration, memory that overlaps. Mutants: `not STATE.in_capture()` left out of _quantized_groups,
-# copy_of(..., False), calibration of group 0 for all, `_meets` by first addresses alone, `alike` without amax_epsilon,
-# tails of `out` written (run_rows): each turns tests here red.
+# their neighbours, calibration, memory that overlaps.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused

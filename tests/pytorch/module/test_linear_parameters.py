@@ -158,7 +158,7 @@ def test_deepcopy_and_pickle_are_independent(device):
     ids=["Linear", "LayerNormLinear", "LayerNormMLP"],
 )
 def test_reset_parameters_of_a_subclass_sees_the_options(cls, names):
-    """The constructor calls it last. Mutant: an option that is set after _declare_one."""
+    """The constructor calls it last."""
     seen = []
 
     class Own(cls):

@@ -1,8 +1,7 @@
 # Generated programs under offload: layers of every kind in any order, quantized and marked tensors, views, checkpoints
 # in and around, both schedules, microbatches in flight, evaluations, writes in place, exceptions, partial backwards.
 # The results equal those without offload, to the bit; layers leave and return as guide/offload.md describes; nothing is
-# left behind. `--generated=N` runs N programs. Mutants: those that test_steps.py, test_manual.py, test_quantized.py and
-# test_marks.py name.
+# left behind. `--generated=N` runs N programs.
 import warnings
 
 import pytest

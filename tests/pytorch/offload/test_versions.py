@@ -1,8 +1,7 @@
 # Tensors that stay under offload are watched as well: a parameter, a view of one or a tensor subclass that is written
 # to in place after it was saved is named in the backward, as torch names it without hooks. Mutant: keeping no version
 # (version_ in csrc/saved_hooks/saved_tensor_hooks.cpp) turns test_what_stays_is_watched red. sync_fn returns the tensor
-# that it was given, so that writing to it is as without offload. Mutants: x.detach() from a node of its own, and a hook
-# on a view's own node (_base_with_node in cpu_offload/context.py), turn the tests at the end red.
+# that it was given, so that writing to it is as without offload.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused

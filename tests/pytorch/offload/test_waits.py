@@ -1,6 +1,6 @@
 # On a GPU the two copies are kept in order by the waits of the compute stream and on it: with a wait left out the bits
-# are others. The six waits themselves are tested in tests/cpp/test_offload.cpp, by the trace. Mutants: these tests run
-# them, `left_out`.
+# are others. The six waits themselves are tested in tests/cpp/test_offload.cpp, by the trace. These tests leave
+# waits out, by `left_out`.
 import pytest
 import torch
 

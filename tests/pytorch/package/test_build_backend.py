@@ -1,6 +1,5 @@
 # The build backend: whose PyTorch it takes under pip, uv and `build`, what it requests where there is none, what the
-# wheel and the sdist require. Mutants: a target that keeps pip's PYTHONPATH, or uv's VIRTUAL_ENV of its build taken
-# for the user's, turn these red.
+# wheel and the sdist require.
 import os
 import re
 import subprocess

@@ -1,6 +1,5 @@
 # An environment in which the package cannot be built ends the build with one sentence that names the cause and the
-# command. Mutants: a check left out of checks.all_of_them, or the first torch of two taken without an error, turn these
-# red.
+# command.
 import os
 import shutil
 import subprocess

@@ -1,7 +1,6 @@
 # Two threads in one process, each with a model, a recipe, an optimizer, captures, a stash and checkpoints of its own:
 # each has the bits of a run alone, and an exception in one leaves the other as it is. The long run is marked slow.
-# Mutants: autocast's state or the capture's flag the process's (_Here no threading.local in autocast_state.py,
-# _internal/capture_flag.py), saved_observers() or a recording (active() in probe.cpp) of all threads, turn these red.
+# Mutants: saved_observers() or a recording (active() in probe.cpp) of all threads turns these red.
 import contextlib
 import copy
 import gc
@@ -299,8 +298,8 @@ def test_captures_of_many_threads_see_one_another():
     assert all(in_threads(4, run))
 
 
-# Mutant: torch.get_rng_state() in distributed/rng.py. torch makes its tensor under the generator's mutex, where Python
-# 3.10 and 3.11 may collect garbage, whose callbacks may hand the GIL to a thread that waits for that mutex.
+# torch.get_rng_state() makes its tensor under the generator's mutex, where Python 3.10 and 3.11 may collect garbage,
+# whose callbacks may hand the GIL to a thread that waits for that mutex.
 RANDOM_STATES = """
 import gc, threading, time
 import torch

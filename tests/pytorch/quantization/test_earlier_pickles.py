@@ -1,5 +1,5 @@
 # Pickles of versions that had all files of quantization in one folder: classes and functions load by the paths that
-# these pickles name. Mutant: compat's row of quantization.recipe_state left out turns these red.
+# these pickles name.
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 # Values that come into weights held in FP8 alone under delayed scaling. Before a history exists they bring a scale that
-# fits them, whichever way they come; test_histories.py checks the time afterwards. Mutants: a load that leaves the
-# history of the weights before (_load_from_state_dict), a write that clips before steps (Float8Quantizer._put_in), data
-# of other tensors that no history records (Float8Quantizer._took).
+# fits them, whichever way they come; test_histories.py checks the time afterwards.
 import copy
 import io
 import pickle

@@ -1,8 +1,6 @@
 # Saved-tensor hooks, with a StorageHandler of the test's own: it takes float32 tensors above a size, alone, inside of
 # an offload context and around one, under hooks that are not ours, through checkpoints and graphs that are gone through
-# twice; test_saved_storage.py tests storages and views. Gradients are always the bits of a run without. Mutants: asking
-# no context around it (no outward in StorageHandler::push, csrc/saved_hooks/saved_tensor_hooks.cpp), and hooks inside
-# of a checkpoint (is_recorded in Hooks.__enter__) turn these red.
+# twice; test_saved_storage.py tests storages and views. Gradients are always the bits of a run without.
 import gc
 
 import pytest
@@ -123,9 +121,7 @@ def test_contexts_within_contexts(device):
 
 
 def test_tensors_in_an_outer_context_are_fetched_before_any_is_read(device):
-    """All parts of a quantized tensor come back at once, whichever context around took them. Mutant: a context around
-    that is asked as hooks that are not ours (partial(ForeignHook, ...) alone in _outward_of,
-    saved/saved_tensor_hooks.py)."""
+    """All parts of a quantized tensor come back at once, whichever context around took them."""
     steps = []
 
     class Away(Copied):

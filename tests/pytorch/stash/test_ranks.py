@@ -1,5 +1,4 @@
-# The gate of several ranks: one of them lost a group, all of them skip the step. Mutant: the rank's own gate returned
-# turns this red.
+# The gate of several ranks: one of them lost a group, all of them skip the step.
 import pytest
 import rank_workers
 from ranks import on_ranks

@@ -1,8 +1,5 @@
 # Delayed scaling around a step that is lost: a step that runs again, and every step after one that the gate has kept
-# out, give the bits of a run in which nothing was lost. Mutants: scales that rerun() leaves, states that came in the
-# bad step left as they are (`fresh` in scales.py), `changed()` not called, scales put back without a look at the gate,
-# no settling in reset(), verdict() or gate(), host states put back for a step that was replayed, a Snapshot without the
-# trackers' states: each turns tests red.
+# out, give the bits of a run in which nothing was lost.
 import copy
 
 import pytest
@@ -174,8 +171,7 @@ def test_a_rerun_puts_trackers_back(device):
 
 
 def test_a_rerun_puts_a_callers_own_tracker_back(device):
-    """A tracker of a foreign class in a registered module. Mutant: trackers() for
-    trackers_of() in Snapshot.take()."""
+    """A tracker of a foreign class in a registered module."""
 
     class Own:
         def __init__(self):

@@ -1,7 +1,5 @@
 # Steps that go another way than the last one, that fail, or that turn out bad: an outcome with a name each, and the
-# next step is whole. Mutants: a step that failed taken for a schedule (is_whole in step.py), a pool's first report
-# taken for the last report of another pool (one Mailbox for all pools), a verdict that rerun() reports again, a warning
-# for a layer that is kept: each turns tests red.
+# next step is whole.
 import gc
 import subprocess
 import sys
