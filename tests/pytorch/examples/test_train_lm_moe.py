@@ -66,6 +66,16 @@ def test_the_twin_shares_all_but_the_experts(device):
     assert len(same) == len(list(dense.parameters())) - 3 * TINY.layers  # an MLP has its norm and two weights
 
 
+def test_the_large_preset_with_experts():
+    """Of each token the parameters that the dense preset has, and the router's."""
+    dense, moe = (train_lm.configure(train_lm.parse(["--preset", "h200", *more])) for more in ([], ["--moe", "8,2"]))
+    with torch.device("meta"):
+        model = FusedLM(moe, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == moe.parameters > 3 * dense.parameters
+    router = moe.layers * moe.hidden * 8
+    assert moe.parameters_with(2) == dense.parameters + router
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_fp8_beside_the_same_mixture_without_it(tmp_path, text, device, recipe, capsys):
     assert train(tmp_path, text, device, *MOE, "--fp8", recipe) == 0
