@@ -1,5 +1,7 @@
 # Captured callables whose weights are gathered: hooks of modules in a graph do not run in its replays, so each replay
 # waits for all weights that it reads. The fake changes memory when it is waited for, never before.
+import copy
+
 import pytest
 import torch
 from ranks import here
@@ -113,3 +115,26 @@ def test_captured_layers_train_as_eager_ones(by_group, clones):
             norm = optimizer.step()
         found.append([norm, *(value.clone() for value in ddp.state_dict().values() if isinstance(value, torch.Tensor))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_that_are_captured_one_after_another_copy_nothing():
+    """Each with the result of the one before as its sample: that is its static input."""
+    torch.manual_seed(0)
+    layers = [te.LayerNormMLP(32, 64, device=here()) for _ in range(3)]
+    eager = copy.deepcopy(layers)
+    sample = torch.ones(8, 32, device=here())
+    for layer in layers:
+        te.make_graphed_callables(layer, (sample,), clone_param_grads_on_return=False)
+        sample = layer(sample).detach().requires_grad_()
+    forwards = [layer.forward.record.forward_graph for layer in layers]
+    assert [f.input_addresses[0] for f in forwards[1:]] == [f.outputs[0].data_ptr() for f in forwards[:-1]]
+    for step in range(3):
+        y = wanted = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(here())
+        for layer, other in zip(layers, eager):
+            y, wanted = layer(y), other(wanted)
+        assert torch.equal(y, wanted)
+        (y.square().sum() + wanted.square().sum()).backward()
+        for layer, other in zip(layers, eager):
+            for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
+                p.grad = q.grad = None
