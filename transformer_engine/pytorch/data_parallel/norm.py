@@ -47,7 +47,7 @@ class GradNorm:
         for kind, gradients in enumerate(self.kinds):
             if gradients:
                 norm, _ = optimizer_l2norm(gradients, noop=self._flag)
-                sums[kind] = norm.double().square().squeeze(0)
+                torch.square(norm.double().squeeze(0), out=sums[kind])
         total, flags = (self._over_groups if self.stats_group is None else self._over_stats_group)(sums, flags)
         return total.sqrt().float(), flags
 
@@ -58,12 +58,17 @@ class GradNorm:
     def _over_groups(self, sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         copies = 1 if self.is_sharded else self.expert_comm.size
         first = 0 if self.is_sharded else _EXPERT if self.expert_comm is not self.comm else len(sums)
-        over_ranks = torch.cat([sums[first:] / copies, flags])
+        over_ranks, count = flags, len(sums) - first
+        if count:
+            over_ranks = torch.cat([sums[first:] if copies == 1 else sums[first:] / copies, flags])
         self.comm.all_reduce(over_ranks).wait()
-        sums, flags = torch.cat([sums[:first], over_ranks[: len(sums) - first]]), over_ranks[len(sums) - first :]
+        if count:
+            sums = torch.cat([sums[:first], over_ranks[:count]]) if first else over_ranks[:count]
+        flags = over_ranks[count:]
+        if self.tp_size == 1:
+            return sums.view(2, 2).sum(0).sum(), flags  # (_DENSE + _EXPERT) + (the divided ones)
         divided = torch.cat([(sums[_DENSE_DIVIDED] + sums[_EXPERT_DIVIDED]).view(1), flags])
-        if self.tp_size > 1:
-            dist.all_reduce(divided, group=self.tp_group)
+        dist.all_reduce(divided, group=self.tp_group)
         return sums[_DENSE] + sums[_EXPERT] + divided[0], divided[1:]
 
     def _over_stats_group(self, sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -182,8 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             report = NanReport(checks, flags[2], self._norm.where(), self._norm.all_gather_object, was_raised)
             for ddp in self.ddps:
                 ddp._nan_report = report
-        is_requested = (flags[1:] > 0).any()
-        return (is_requested | ((flags[0] > 0) & ~norm.isfinite())).float().view(1)
+        requests = torch.where(norm < torch.inf, flags[1:].sum(), flags.sum())
+        return (requests > 0).float().view(1)
 
     def _run(self, noop: torch.Tensor, clip: torch.Tensor | None) -> None:
         for group in groups_in_gather_order(self.ddps):  # a gather reads the shards that a step writes
