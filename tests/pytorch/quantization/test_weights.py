@@ -9,6 +9,7 @@ from support import assert_same_bits, randn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling
+from transformer_engine.pytorch.quantization.module.weights import KeptWeights
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -44,6 +45,34 @@ def test_under_torch_autocast_a_kept_weight_changes_no_bit(device, name, recipe)
     assert_same_bits(call(False), wanted)
     assert_same_bits(call(False, casting=False), plain)
     assert_same_bits(call(False), wanted)
+
+
+@pytest.mark.parametrize("change", ["none", "torch.autocast", "no gradients before"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_copies_of_all_groups_are_found_at_once_or_made_again(device, recipe, change, monkeypatch):
+    """A kept copy serves a call as long as it fits; what does not fit any more is quantized again, in one call."""
+    calls, slow = [], KeptWeights.copies_of
+    monkeypatch.setattr(KeptWeights, "copies_of", lambda self, *args: calls.append(1) or slow(self, *args))
+    module = te.GroupedLinear(3, 64, 32, bias=False, params_dtype=torch.bfloat16, device=device).eval()
+    x = randn(48, 64, dtype=torch.bfloat16, device=device)
+
+    def call(first, casting=False):
+        module.zero_grad()
+        with torch.autocast(device, torch.float16, enabled=casting), te.autocast(recipe=RECIPES[recipe]()):
+            y = module(x, [16, 0, 32], is_first_microbatch=first)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+        return y.detach()
+
+    with torch.set_grad_enabled(change != "no gradients before"):
+        kept = call(True)
+        assert_same_bits(call(False), kept)
+    assert len(calls) == 1
+    casting = change == "torch.autocast"
+    for fresh in (change != "none", False):
+        calls.clear()
+        assert_same_bits(call(False, casting), call(None, casting))
+        assert len(calls) == fresh
 
 
 # ---- columnwise data and gradients ----

@@ -271,6 +271,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         own = quantization.own
         if is_first_microbatch is None and all_plain and not THREAD.state.in_capture():
             return quantizations, []  # of_weights() would return None for each
+        kept = quantization.kept_of_all(self, weights[0], is_first_microbatch) if all_plain else None
+        if kept is not None:
+            return quantizations, kept
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(result is not None for result in copies):
             return quantizations, []

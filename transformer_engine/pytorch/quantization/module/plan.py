@@ -60,6 +60,7 @@ class ModulePlan:
         self.forward: ScalingState | None = None
         self.backward: ScalingState | None = None
         self._products: dict[tuple[int, int], object] = {}
+        self._all_products: dict[int, list] = {}
         self._weights: dict[tuple[int, int], object] = {}
         # Of weights that exist in FP8 alone: index of the product -> the quantizer that was found to fit.
         self.weights: dict[int, Quantizer] = {}
@@ -130,6 +131,13 @@ class ModulePlan:
             self._products[index, variant] = found
         return found
 
+    def products(self, variant: int) -> list:
+        """product() of all products, in a list that stays this plan's."""
+        found = self._all_products.get(variant)
+        if found is None:
+            found = self._all_products[variant] = [self.product(i, variant) for i in range(len(self.roles))]
+        return found
+
     def weight_quantizer(self, index: int, variant: int) -> object:
         """_C.Quantizer of a product's weight."""
         found = self._weights.get((index, variant))
@@ -150,6 +158,7 @@ class ModulePlan:
     def drop_views(self) -> None:
         """The histories have been replaced by other tensors."""
         self._products.clear()
+        self._all_products.clear()
         self._weights.clear()
 
     # ---- the same quantizers as Python objects ----

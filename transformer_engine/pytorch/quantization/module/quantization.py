@@ -224,7 +224,7 @@ class ModuleQuantization(DelayedCalls, WeightCalls):
         if own.shared is not None:
             return [first]
         kind = RECORD if own.rule is None else kind_of_call(module, recompute_phase())
-        return [first, *(own.product(i, kind) for i in range(1, len(module._products)))]
+        return [first, *own.products(kind)[1:]]
 
     @staticmethod
     def _traced(module: torch.nn.Module, state: AutocastState) -> list[int] | None:

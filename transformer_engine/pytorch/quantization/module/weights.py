@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +27,18 @@ from transformer_engine.pytorch.saved.offload_scope import is_cpu_offload_enable
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
+class Made(NamedTuple):
+    """The origin of a copy. Copies that were made together and alike share one object."""
+
+    form: tuple  # the plan; the weight's shape, device and dtype, as torch.autocast casts it
+    columnwise: bool  # whether the copy has columnwise data
+
+
 class KeptWeights:
-    """kept: product -> (the key that the copy was made for, the copy)."""
+    """kept: product -> (the origin of the copy, the copy)."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, tuple[tuple, _C.Quantized]] = {}
+        self.kept: dict[str, tuple[Made, _C.Quantized]] = {}
 
     def shared(self) -> KeptWeights:
         twin = KeptWeights()
@@ -63,15 +71,9 @@ class KeptWeights:
         """Copies for the products with these numbers, made in one buffer with as few launches as possible. first: True
         quantizes and keeps, False uses the kept copies. skip: a graph's flag on the device decides instead. None if a
         factory leaves a weight in high precision."""
-        phase = recompute_phase()
-        columnwise = own.plan.reads_columns and (torch.is_grad_enabled() or phase.enabled)
-        # The product itself would quantize the result of torch.autocast's cast, not the parameter.
-        dtypes = [weight.dtype for weight in weights]
-        if is_autocast(weights[0]):
-            cast = torch.get_autocast_dtype(weights[0].device.type)
-            dtypes = [cast if is_autocast(weight) else weight.dtype for weight in weights]
-        keys = [(own.plan, w.shape, w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
-        copies = [self._fitting(*of, columnwise) for of in zip(products, keys, strict=True)]
+        phase, columnwise = recompute_phase(), _reads_columns(own)
+        forms = _forms(own, weights)
+        copies = [self._fitting(*of, columnwise) for of in zip(products, forms, strict=True)]
         stays = phase.recomputing or (skip is None and not first)  # a recomputation reads the present copies
         due = {i: name for i, name in enumerate(products) if copies[i] is None or not stays}
         if not due:
@@ -86,7 +88,7 @@ class KeptWeights:
         refilled = [i for i in due if copies[i] is not None and skip is not None]
         renewed = [i for i in due if copies[i] is None or skip is None]
         with torch.no_grad(), torch.inference_mode(False):
-            values = {i: weights[i].detach().to(keys[i][-1]) for i in due}
+            values = {i: weights[i].detach().to(forms[i][-1]) for i in due}
             results = _C.quantize_list([quantizers[i] for i in renewed], [values[i] for i in renewed], True, columnwise)
             if refilled:
                 _write(
@@ -95,14 +97,42 @@ class KeptWeights:
                     [copies[i] for i in refilled],
                     skip,
                 )
+        made = None
         for i, result in zip(renewed, results, strict=True):
-            self.kept[due[i]] = keys[i], result
+            now = Made(forms[i], result.columnwise is not None)
+            made = made if made == now else now
+            self.kept[due[i]] = made, result
             copies[i] = result
         return copies
 
-    def _fitting(self, product: str, key: tuple, columnwise: bool) -> _C.Quantized | None:
-        kept_key, kept = self.kept.get(product, (None, None))
-        return kept if kept_key == key and not (columnwise and kept.columnwise is None) else None
+    def _fitting(self, product: str, form: tuple, columnwise: bool) -> _C.Quantized | None:
+        made, kept = self.kept.get(product, (None, None))
+        return kept if made is not None and made.form == form and (made.columnwise or not columnwise) else None
+
+    def made_together(
+        self, own: ModulePlan, products: tuple[str, ...], weight: torch.nn.Parameter
+    ) -> list[_C.Quantized] | None:
+        """The kept copies of all products, as copies_of() finds them one by one in ten times the time, if they were
+        made together and fit `weight`, the first one: a call whose weights are not of one form is refused by its
+        product. Else None."""
+        made, _ = self.kept.get(products[0], (None, None))
+        if made is None or made.form != _forms(own, [weight])[0] or (_reads_columns(own) and not made.columnwise):
+            return None
+        copies = [entry[1] for entry in map(self.kept.get, products) if entry is not None and entry[0] is made]
+        return copies if len(copies) == len(products) else None
+
+
+def _reads_columns(own: ModulePlan) -> bool:
+    return own.plan.reads_columns and (torch.is_grad_enabled() or recompute_phase().enabled)
+
+
+def _forms(own: ModulePlan, weights: list[torch.Tensor]) -> list[tuple]:
+    # The product itself would quantize the result of torch.autocast's cast, not the parameter.
+    dtypes = [weight.dtype for weight in weights]
+    if is_autocast(weights[0]):
+        cast = torch.get_autocast_dtype(weights[0].device.type)
+        dtypes = [cast if is_autocast(weight) else weight.dtype for weight in weights]
+    return [(own.plan, w.shape, w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
 
 
 class WeightCalls:
@@ -126,6 +156,15 @@ class WeightCalls:
             return None
         products = {product: module._products.index(product)}
         return self.of_weights(module, [weight], is_first_microbatch, products)[0]
+
+    def kept_of_all(
+        self, module: torch.nn.Module, weight: torch.nn.Parameter, is_first_microbatch: bool | None
+    ) -> list[_C.Quantized] | None:
+        """of_weights() of all products where that is the copies that an earlier call kept for the first product's
+        `weight` and the others; else None: of_weights() finds out."""
+        if is_first_microbatch is not False or THREAD.state.in_capture() or is_cpu_offload_enabled():
+            return None
+        return self.weights.made_together(self.own, module._products, weight)
 
     def of_weights(
         self,
