@@ -98,6 +98,21 @@ def test_a_good_table_needs_a_gpu(tmp_path):
         te.tune.load(write(tmp_path / "table.json", table()))
 
 
+@pytest.mark.parametrize(("field", "value"), [("gpu", "NVIDIA H100"), ("cublaslt", 2)])
+def test_a_table_of_another_gpu_or_version_is_ignored_with_one_warning(tmp_path, monkeypatch, field, value):
+    monkeypatch.setattr("transformer_engine.pytorch.probe.tune._need_gpu", lambda op: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(_C, "gemm_library_version", lambda: 1)
+    monkeypatch.setattr(_C, "gemm_choose", pytest.fail)
+    path = write(tmp_path / "table.json", table(**{field: value}))
+    with pytest.warns(match=f"was tuned on .* {value}, but this is .*: it is ignored. Tune again") as warned:
+        assert te.tune.load(path).rows == [] and te.tune.load(path).rows == []
+    assert len(warned) == 1
+    with pytest.raises(RuntimeError, match="nothing was tuned"):
+        te.tune.save(tmp_path / "again.json")
+
+
 def test_the_engine_names_what_it_is_not_asked_for():
     with pytest.raises(ValueError, match="te_gemm_candidates: argument 'device' is the CPU"):
         _C.gemm_candidates(key(device=-1), 4)
@@ -242,8 +257,8 @@ def test_a_table_survives_its_file(layer, tmp_path):
     text = json.loads((tmp_path / "table.json").read_text())
     for field, value in (("gpu", "another"), ("cublaslt", 1)):
         te.tune.clear()
-        with pytest.raises(RuntimeError, match=r"was tuned on .*, but this is .*; tune again"):
-            te.tune.load(write(tmp_path / "other.json", text | {field: value}))
+        with pytest.warns(match=r"was tuned on .*, but this is .*: it is ignored. Tune again"):
+            assert te.tune.load(write(tmp_path / "other.json", text | {field: value})).rows == []
         with pytest.raises(RuntimeError, match="nothing was tuned"):
             te.tune.save(tmp_path / "again.json")
     text["problems"][-1]["algorithm"] = "ff" * 72

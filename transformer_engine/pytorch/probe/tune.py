@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +228,7 @@ class Tuner:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rows: dict[tuple, Tuned] = {}
+        self._warned: set[str] = set()
 
     def __call__(self, module: torch.nn.Module, *sample: object, candidates: int = 32, **options: object) -> Tuning:
         if not isinstance(candidates, int) or candidates < 1:
@@ -283,10 +285,11 @@ class Tuner:
         Path(path).write_text(json.dumps(text, indent=1) + "\n")
 
     def load(self, path: str | os.PathLike) -> Tuning:
-        """Applies the choices of a file to the current device; earlier choices for other GEMMs stay.
+        """Applies the choices of a file to the current device; earlier choices for other GEMMs stay. A file of another
+        GPU or cuBLASLt is ignored with one warning: the result has no rows.
 
         Errors, with nothing loaded: OSError for a file that cannot be read; ValueError for one that save() did not
-        write, or whose algorithms cuBLASLt refuses; RuntimeError for another GPU or cuBLASLt, or without a GPU."""
+        write, or whose algorithms cuBLASLt refuses; RuntimeError without a GPU."""
         rows, gpu, version = _read(path)
         _need_gpu("tune.load")
         device = torch.cuda.current_device()
@@ -295,12 +298,16 @@ class Tuner:
             ("cuBLASLt", version, _C.gemm_library_version()),
         ):
             if got != wanted:
-                raise RuntimeError(
-                    f"tune.load: '{path}' was tuned on {what} {got}, but this is {wanted}; tune again with te.tune."
-                )
+                self._warn_once(f"tune.load: '{path}' was tuned on {what} {got}, but this is {wanted}: it is ignored.")
+                return Tuning([])
         rows = [Tuned({**r.problem, "device": device}, *list(vars(r).values())[1:]) for r in rows]
         self._install(rows)
         return Tuning(rows)
+
+    def _warn_once(self, ignored: str) -> None:
+        if ignored not in self._warned:
+            self._warned.add(ignored)
+            warnings.warn(ignored + " Tune again with te.tune.", stacklevel=3)
 
 
 def _read(path: str | os.PathLike) -> tuple[list[Tuned], str, int]:
