@@ -1,7 +1,6 @@
 // The channel by which ranks push into each other's memory, with threads as ranks: which bytes arrive, which ranks
 // wait, and the failure where a rank does not come. Mutants, in ops/comm/peer*.cpp: no wait for a slot to be free, a
-// word that is not put back, no look for the dead, no comparing of words, a deadline of seconds that this process did
-// not have, turn these red.
+// word that is not put back, a deadline of seconds that this process did not have.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,10 +1,8 @@
 // grouped quantize through the C API, on every device here: data, panels, scales and amaxes equal, byte for byte, to
 // te_quantize of each group alone, for splits drawn and chosen, with NaN everywhere, Inf in one group and in the tail,
 // poisoned memory around every output and bytes that must stay unchanged; errors; the walk of panels and of amax parts.
-// Mutants, each turning BytesOfEachGroupAlone red on the CPU: no `out.rowwise_scale_inv.cols = rows` (padding over the
-// next group's scales), an amax of `p.x` instead of the group's rows, `panel` for `panel + count`, no scale for groups
-// without rows, no padding behind R. Of grouped_walk.h, turning Walk red: `<` for `<=` in panel_at, no `+ group` in
-// first_part, `end_tile` for `end_tile - 1`, a panel less in most_panels.
+// Mutants: no scale for groups without rows, no zeros after the last row's scale; in last_part() of grouped_walk.h
+// `end_tile` for `end_tile - 1`.
 #include <gtest/gtest.h>
 
 #include <functional>

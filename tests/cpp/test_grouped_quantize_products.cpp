@@ -1,6 +1,6 @@
 // Grouped products of FP8 operands read the results of grouped quantize: y = x w^T and dw = dy^T x of each group, from
 // integers and powers of two, which FP8, the scales and all sums hold without error. The sums are made here, in
-// integers. Mutant: `panel + count` for `panel + count++` in grouped_quantize.cpp turns it red on the CPU.
+// integers.
 #include <gtest/gtest.h>
 
 #include <memory>

@@ -1,7 +1,5 @@
 // Two streams at once: which loads have to wait, and that the pages of a call follow from the order of calls alone,
 // however the streams run. The decisions of stash_pages.h are called here in other orders than that of the calls.
-// Mutants: tail(loads) to the newest tail in Tier::free(), kLoads of 64, or another kWaits (stash_pages.h) turn these
-// red.
 #include <gtest/gtest.h>
 
 #include <random>

@@ -1,5 +1,5 @@
 # Attention and transformer layers on several ranks against the same modules whole. Mutants: the gradients of q_norm and
-# k_norm not added up, or not marked, ALiBi's slopes of the first heads on every rank, rotary positions checked against
+# k_norm not marked, ALiBi's slopes of the first heads on every rank, rotary positions checked against
 # a rank's tokens, the dropout of divided tensors drawn without a fork, turn these red.
 import pytest
 import torch

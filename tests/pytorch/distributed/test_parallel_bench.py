@@ -94,7 +94,7 @@ def test_it_writes_its_rows_and_its_trace(tmp_path):
 
 @pytest.mark.dist
 def test_a_machine_need_not_know_any_name(tmp_path):
-    """Without /etc/hosts not even the machine's own has an address. Mutant: TORCHRUN without --local-addr."""
+    """Without /etc/hosts not even the machine's own has an address."""
     alone = ("unshare", "--map-root-user", "--mount")
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("needs a file system view of its own: unshare --mount")

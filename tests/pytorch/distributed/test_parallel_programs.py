@@ -1,6 +1,5 @@
 # Drawn programs over divided modules against the same modules whole (parallel_programs.py): what no test of one
-# option meets. Mutants: a TPComm that is kept under the mode alone, a norm's gradient that the module adds up, a
-# norm's output that torch.compile cannot gather, turn these red.
+# option meets. Mutants: a norm's gradient that the module adds up, a norm's output that torch.compile cannot gather.
 import pytest
 from ranks import on_ranks
 

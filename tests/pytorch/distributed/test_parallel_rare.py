@@ -1,5 +1,5 @@
 # Rare uses of tensor-parallel layers, on gloo ranks. Mutants: a gather of memory that is not contiguous, a sum in
-# place, products of a delayed gradient that name nothing they read, a TPComm kept under the mode alone.
+# place, products of a delayed gradient that name nothing they read.
 import pytest
 from ranks import found_by
 

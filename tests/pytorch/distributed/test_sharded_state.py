@@ -1,7 +1,5 @@
 # tensor_parallel_state_dict: its keys, placements and memory, and torch's distributed checkpoints written and loaded at
-# 1, 2 and 4 ranks on four processes, and without torch.distributed. Mutants: a gated fc1 or a fused
-# projection that is cut in one piece, a copy in place of the parameter's memory, FSDP2's parameters taken for unmarked
-# ones, turn these red.
+# 1, 2 and 4 ranks on four processes, and without torch.distributed.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,6 +1,5 @@
 # symmetric_all_reduce: on two processes, on the CPU, where it is torch.distributed's sum, or by the kernels over
-# symmetric memory on CUDA devices that reach each other; what it refuses by name. Mutants: a sum that is written into
-# its input, shared memory that does not grow, turn these red.
+# symmetric memory on CUDA devices that reach each other; what it refuses by name.
 import pytest
 import torch
 from rank_workers import of_rank

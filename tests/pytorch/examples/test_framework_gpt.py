@@ -1,7 +1,6 @@
 # A framework's training of a small GPT (framework_gpt.py): with captured layers, recomputation and offload, alone and
 # together, it has the losses, gradients, weights and scales of the eager run without, to the bit, and losses fall.
-# Mutants: a replay that zeroes main_grads of another graph, or a flag of kept weights that no call sets, turn these
-# red.
+# Mutant: a replay that zeroes main_grads of another graph.
 import dataclasses
 import random
 

@@ -1,5 +1,4 @@
-# docs/reference/api has exactly the pages that api_pages.py makes of the library. Mutants: another default, a new
-# argument without a meaning, or a docstring that a page does not have turn these red.
+# docs/reference/api has exactly the pages that api_pages.py makes of the library.
 import inspect
 
 import pytest

@@ -1,6 +1,5 @@
 # reference/compatibility.md equals the result of compatibility.py, every name that clients import is there, a name that
 # waits for its capability can be imported, subclassed and asked about, and its use raises an error that names it.
-# Mutant: renaming any public function or module parameter, or a refusal that does not raise, turns these red.
 import inspect
 
 import pytest

@@ -79,7 +79,6 @@ def test_differences_name_what_one_side_lacks():
 
 
 def test_the_cover_has_every_pair_of_values():
-    """Mutant: a row's pairs taken off before it was chosen."""
     rows = [
         dict(case.values) | {"dtype": case.dtype, "way": case.way} for case in every_case() if case.module == "Linear"
     ]
