@@ -206,6 +206,9 @@ def test_a_kept_weight_made_again_leaves_a_microbatch_in_flight_its_own(device, 
     for x in inputs:
         with te.autocast(recipe=chosen):
             outputs.append(module(x, is_first_microbatch=True))
+        for weight in module.parameters():
+            if weight.dim() == 2:
+                weight.data.mul_(-2)  # another copy; .data, since autograd refuses a backward after a write
     assert_same_bits(torch.autograd.grad(outputs[0].square().sum(), inputs[0])[0], want)
     outputs[1].sum().backward()
 
