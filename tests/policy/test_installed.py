@@ -1,5 +1,5 @@
 # The installed package on disk: what the libraries export and need, which modules an import brings.
-# Mutants: dropping the version script, linking libtorch_cuda, or importing torch._dynamo at import turn these red.
+# Mutants: dropping the version script, or linking libtorch_cuda, turn these red.
 import importlib.metadata
 import json
 import re

@@ -258,8 +258,7 @@ class Loss(torch.nn.Module):
 
 @pytest.mark.parametrize("iterations", [0, 1, 3])
 def test_captured_with_logits_as_the_argument(device, iterations):
-    """Each replay brings new ones, and so do the runs before. Mutant: leave increment_version out of values_restored
-    (graph/capture/microbatches.py)."""
+    """Each replay brings new ones, and so do the runs before."""
     logits, target = draw(device, 4, 50)
     loss = Loss(target)
     te.make_graphed_callables(loss, (logits.clone().requires_grad_(),), num_warmup_iters=iterations)

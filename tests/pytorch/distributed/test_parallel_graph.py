@@ -1,6 +1,5 @@
 # A column and a row over several ranks, captured: by te.make_graphed_callables (on the CPU its recorder), and on CUDA
-# as one graph of torch's, collectives over NCCL in it. Replays have the bits of eager steps. Mutant: a replay that does
-# not take what comes in (fill in graph/memory/buffers.py) turns these red.
+# as one graph of torch's, collectives over NCCL in it. Replays have the bits of eager steps.
 import pytest
 from ranks import must_be_captured, on_ranks
 

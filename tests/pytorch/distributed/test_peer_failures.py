@@ -1,8 +1,7 @@
 # Ranks over channels of which one makes another call than the others while all processes live: the results after it are
 # NaN, and the next call of every rank raises CommTimeout, a replay of te.make_graphed_callables before anything is
 # replayed. Mutants: peer_gather() that poisons nothing and PeerCall without refuse_failed()
-# (csrc/distributed/peer.cpp), words without the dtype (csrc/layer/tp_comm_peer.cpp), replays that do not ask
-# (graph/replay/checks.py), turn these red.
+# (csrc/distributed/peer.cpp), words without the dtype (csrc/layer/tp_comm_peer.cpp), turn these red.
 import pytest
 from ranks import as_peers
 

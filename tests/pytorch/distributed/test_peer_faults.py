@@ -1,6 +1,5 @@
 # Ranks that push into each other's memory while one of them dies, is stopped, or does something else: the others raise
-# in time, name it, and go on in a new group. Mutants, in common/ops/comm/peer_watch.cpp: no look for the dead, waits
-# that are not ended, words that are not compared, turn these red.
+# in time, name it, and go on in a new group. Mutant, in common/ops/comm/peer_watch.cpp: waits that are not ended.
 import os
 import signal
 import time

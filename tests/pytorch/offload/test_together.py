@@ -1,8 +1,7 @@
 # Offload beside everything else that keeps or makes tensors: each recipe with recomputation of every kind, delayed
 # weight gradients, graphs gone through twice, microbatches in flight, captured layers and pipelines, over two optimizer
-# steps: outputs, input and parameter gradients are the bits of a run without. Mutants: giving the layer's first piece
-# back for each (self.piece in Memory.back_as, cpu_offload/layer.py), or each view from its memory's start
-# (saved.offset there), turns these red.
+# steps: outputs, input and parameter gradients are the bits of a run without. Mutant: each view from its memory's start
+# (OffloadLayer::pop in csrc/ops/offload.cpp) turns these red.
 import contextlib
 
 import pytest

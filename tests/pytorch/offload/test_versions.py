@@ -1,6 +1,5 @@
 # Tensors that stay under offload are watched as well: a parameter, a view of one or a tensor subclass that is written
-# to in place after it was saved is named in the backward, as torch names it without hooks. Mutant: keeping no version
-# (version_ in csrc/saved_hooks/saved_tensor_hooks.cpp) turns test_what_stays_is_watched red. sync_fn returns the tensor
+# to in place after it was saved is named in the backward, as torch names it without hooks. sync_fn returns the tensor
 # that it was given, so that writing to it is as without offload.
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # same_bits.py finds what differs, and nothing else: the installed package beside a copy of it in which three modules
-# were changed. Mutant: `told` without contents, or `pack` without entries -> the changes pass unseen.
+# were changed.
 import collections
 import itertools
 import os

@@ -1,6 +1,5 @@
 # te.tune: what it may not touch, what it chooses, its file, and its errors. On the GPU: tuned products stay within the
-# bounds of untuned ones and repeat their bits; gradients, main_grad and random states are as before. Mutant: a
-# Tuner._install that does not call gemm_choose turns ATunedProductRunsWhatWasChosen red.
+# bounds of untuned ones and repeat their bits; gradients, main_grad and random states are as before.
 import json
 
 import pytest

@@ -1,6 +1,6 @@
 # te.grouped_quantize: rows in groups as FP8. Each group's data and scales are _C.quantize's of its rows alone, byte for
-# byte, the columnwise ones as panels of up to 128 rows. Mutants: one panel too few in `most_panels`, scales of TENSOR
-# that both directions share in the op, rowwise data without their pitch: each turns tests here red.
+# byte, the columnwise ones as panels of up to 128 rows. Mutants: scales of TENSOR that both directions share in the op,
+# rowwise data without their pitch: each turns tests here red.
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, randn, refused

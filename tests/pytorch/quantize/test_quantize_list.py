@@ -1,6 +1,6 @@
 # quantize, lists of matrices at once: bytes, scales, transposes and amaxes of each as _C.quantize makes them of it
-# alone; special values of one reach no other; one buffer for all; lists that no one call takes; the flag. Mutants: one
-# quantizer for all in run(), or parts that share a version (csrc/quantize/list_quantize.cpp).
+# alone; special values of one reach no other; one buffer for all; lists that no one call takes; the flag. Mutant: parts
+# that share a version (csrc/quantize/list_quantize.cpp).
 import itertools
 
 import pytest

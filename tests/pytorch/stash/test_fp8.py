@@ -2,8 +2,7 @@
 # a run that keeps everything, bit for bit, however many rows are alive. A backward that quantizes an operand again uses
 # the forward's scales: the scale of a whole tensor is kept; of a block of 128 rows, the block's other rows leave too.
 # Mutants: no scales kept of groups (HostGroups), no rows after the live ones (TrailingRows in LayerChain::forward), a
-# kept operand that is taken for one that is quantized again, rows after the live ones that a plan does not count
-# (RegionSize in stash/plan.py): each turns tests red.
+# kept operand that is taken for one that is quantized again: each turns tests red.
 import copy
 
 import pytest

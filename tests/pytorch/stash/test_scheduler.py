@@ -2,8 +2,7 @@
 # _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
 # that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, after a forward
 # or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
-# not noted, peak pages of all groups at once (happened in plan.py), a handle by its group's name alone: each turns
-# tests red.
+# not noted, a handle by its group's name alone: each turns tests red.
 import pytest
 from hypothesis import given as generated
 from hypothesis import settings
