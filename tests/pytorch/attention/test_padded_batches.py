@@ -1,6 +1,6 @@
-# Padding of a batch by cumulative lengths, without a mask tensor: under a causal mask zeros around the attention of
-# torch, or of cuDNN with a sink; under the others flash over the sequences as packed ones. On a CPU stand-ins take the
-# places of the kernels.
+# Padding of a batch without a mask tensor. By cumulative lengths: under a causal mask zeros around the attention of
+# torch, or of cuDNN with a sink; under the others flash over the sequences as packed ones. By masks: flash over the
+# tokens, which an index gathers. On a CPU stand-ins take the places of the kernels.
 import contextlib
 import sys
 
@@ -93,6 +93,94 @@ def path_of(module, *tensors, **told):
     return row.path
 
 
+MASKED = {
+    "padding": ({}, (40, 40), 1),
+    "cross": ({}, (24, 40), 2),
+    "causal": ({"attn_mask_type": "padding_causal"}, (40, 40), 1),
+    "bottom right": ({"attn_mask_type": "padding_causal_bottom_right"}, (40, 40), 1),
+    "sink": ({"softmax_type": "off-by-one"}, (40, 40), 2),
+}
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("case", MASKED)
+def test_flash_computes_the_tokens_of_masks(device, monkeypatch, case, layout):
+    """Masks that hide any rows, all of a sequence and none, whatever these hold; with a mask tensor's values."""
+    torch.use_deterministic_algorithms(False)  # the fixture of all suites restores it
+    options, seqs, count = MASKED[case]
+    module = te.DotProductAttention(4, 16, 2, qkv_format=layout, **{"attn_mask_type": "padding", **options})
+    tensors = batch(device, torch.bfloat16, layout, seqs, ([seqs[0]] * 4, [seqs[1]] * 4), fill=0.0)
+    masks = [torch.rand(4, 1, 1, seqs[i], device=device) < 0.4 for i in range(count)]
+    for i, mask in enumerate(masks):
+        mask[i], mask[2] = True, False
+    told = {"attention_mask": masks[0] if count == 1 else tuple(masks)}
+    hidden = [masks[0][:, 0, 0], masks[-1][:, 0, 0]]
+    for t, side in zip(tensors, (0, 1, 1), strict=True):
+        (t if layout == "bshd" else t.transpose(0, 1))[hidden[side]] = torch.nan
+    with_zeros = [t.nan_to_num(0.0) for t in tensors]
+    exact = gradients(lambda *t: module(*t, **told), [t.double() for t in with_zeros])
+    with flash_of_a_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
+        assert path_of(module, *tensors, **told) == "flash"
+        got = gradients(lambda *t: module(*t, **told), tensors)
+        again = gradients(lambda *t: module(*t, checkpoint_core_attention=True, **told), tensors)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        traced = gradients(lambda *t: compiled(*t, **told), tensors)
+    check_close(got, exact, torch.bfloat16, case, factor=2)
+    for other in (again, traced):
+        assert_same_bits(other[0], got[0])
+        check_close(other, got, torch.bfloat16, case)
+    for t, side in zip(got, (0, 0, 1, 1), strict=True):
+        assert not (t if layout == "bshd" else t.transpose(0, 1))[hidden[side]].any()
+
+
+@pytest.mark.parametrize("given", ["lengths", "mask"])
+def test_under_torch_func_the_mask_is_a_tensor(device, monkeypatch, given):
+    """The kernels of functional.attention have no transforms."""
+    module = te.DotProductAttention(4, 16, 2, qkv_format="bshd", attn_mask_type="padding")
+    q, k, v = batch(device, torch.bfloat16, "bshd", (9, 9), ((9, 4), (9, 4)), fill=1.0)
+    told = {"cu_seqlens_q": lengths_of((9, 4), device), "cu_seqlens_kv": lengths_of((9, 4), device)}
+    if given == "mask":
+        told = {"attention_mask": (torch.arange(9) >= torch.tensor([[9], [4]]))[:, None, None].to(device)}
+    wanted = gradients(lambda t: module(t, k, v, **told), [q])
+    with flash_of_a_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
+        assert path_of(module, q, k, v, **told) == "flash"
+        _, backward = torch.func.vjp(lambda t: module(t, k, v, **told), q)
+        generator = torch.Generator().manual_seed(3)  # that of gradients()
+        (got,) = backward(torch.randn(wanted[0].shape, generator=generator).to(q))
+    check_close([got], wanted[1:], torch.bfloat16, given, factor=2)
+
+
+@pytest.mark.gpu
+def test_masks_make_no_host_wait_and_are_data_of_a_capture():
+    torch.use_deterministic_algorithms(False)
+    module = te.DotProductAttention(4, 64, 2, qkv_format="bshd", attn_mask_type="padding_causal")
+    inputs = [torch.randn(3, 200, n, 64, device="cuda").bfloat16().requires_grad_() for n in (4, 2, 2)]
+    mask, dout = torch.zeros(3, 1, 1, 200, dtype=torch.bool, device="cuda"), torch.randn(3, 200, 256, device="cuda")
+
+    def step():
+        out = module(*inputs, attention_mask=mask)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout.bfloat16())]
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for share in (0.0, 0.3, 1.0, 0.9):
+        mask.copy_(torch.rand_like(mask, dtype=torch.float32) < share)
+        graph.replay()
+        assert_same_bits(captured[0], step()[0])
+        check_close(captured, step(), torch.bfloat16, str(share))
+
+
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 def test_a_sink_by_cudnn_sees_no_padding(device, monkeypatch, layout):
     """Zeros around the kernel: of q, k, v, the result and the incoming gradient."""
@@ -152,6 +240,17 @@ GPU = {"device": "cuda", "dtype": torch.bfloat16, "mask": "padding", "lengths": 
         ({"away": ("NVTE_FLASH_ATTN",)}, ""),
         ({"flash_impl": "FA4"}, "flash"),
         ({"flash_impl": "FA4", "window": (4, 2)}, ""),
+        ({"masks": 1}, "flash"),
+        ({"masks": 2}, "flash"),
+        ({"masks": 2, "seq_kv": 12, "sink": True}, "flash"),
+        ({"masks": 1, "window": (4, 2)}, ""),  # it counts the hidden keys
+        ({"masks": 1, "mask": "padding_causal"}, "flash"),
+        ({"masks": 1, "mask": "padding_causal_bottom_right"}, "flash"),
+        ({"masks": 1, "mask": "padding_causal", "window": (4, 0)}, ""),
+        ({"masks": 2, "mask": "padding_causal"}, ""),
+        ({"masks": 2, "mask": "padding_causal_bottom_right"}, ""),
+        ({"masks": 2, "mask": "padding_causal", "sink": True}, "chunked"),
+        ({"masks": 1, "dropout": 0.1}, ""),
     ],
     ids=str,
 )

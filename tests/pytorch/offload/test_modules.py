@@ -73,6 +73,27 @@ def test_same_bits(name, dtype, k, device):
     assert context.offload_synchronizer.get_offloaded_total_size_mb() > 0
 
 
+class Masked(torch.nn.Module):
+    def __init__(self, mask, dtype):
+        super().__init__()
+        options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "window_size": (9, 9)}
+        options |= {"self_attn_mask_type": "padding", "device": mask.device, "params_dtype": dtype}
+        self.layer, self.mask = te.TransformerLayer(HIDDEN, FFN, HEADS, **options), mask
+
+    def forward(self, x):
+        return self.layer(x, attention_mask=self.mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_odd_lengths(dtype, device):
+    """PyTorch pads their rows to whole 16 bytes and saves a part; its backward needs the strides of that."""
+    mask = torch.arange(17, device=device) >= torch.tensor([17, 5, 12, 16], device=device)[:, None]
+    layers = [Masked(mask[:, None, None], dtype) for _ in range(LAYERS)]
+    given = [randn(17, 4, HIDDEN, device=device, dtype=dtype) for _ in range(2)]
+    expected = step(layers, given)
+    same(step(layers, given, *te.get_cpu_offload_context(True, 2, LAYERS)), expected)
+
+
 @pytest.mark.parametrize("how", ["te", "torch"])
 def test_two_backwards_through_a_block(how, device):
     """Modules of this library refuse a derivative of the backward, not a second backward."""

@@ -60,7 +60,7 @@ class AttentionPath(NamedTuple):
     padding_outside: the causal mask hides the padding from tokens; padded inputs and results are zeroed, without a mask
     tensor. gradient: how the backward of the backends reads the incoming gradient: '' any, 'address' at addresses of
     whole 16 bytes, 'strides' with the strides of the result too. as_packed: the kernel takes the sequences of a batch
-    as packed ones with padding between them, where they lie."""
+    as packed ones: with padding between them, where they lie, or, of padding masks, the tokens gathered by an index."""
 
     backends: tuple[SDPBackend, ...] | None
     dtype: torch.dtype
@@ -110,14 +110,16 @@ def attention_path(
     widest_head: int = 0,
     same_lengths: bool = False,
     lengths: int = 0,
+    masks: int = 0,
     flash_impl: str | None = None,
 ) -> AttentionPath:
     """The path of a call whose arguments have been checked. seq_q, seq_kv None: equal, longer than any window.
     deterministic None: torch's. repeat_bits: repeats_bits(), which counts where torch's flag is off or warns alone.
     flash_fits: there are keys to attend to, and flash_takes(its heads). away: of taken_away(). packed, sink, softcap,
     max_logit: thd, a softmax_type with a sink, a cap, return_max_logit. same_lengths: by cumulative lengths, each
-    sequence has as many queries as keys. lengths: the number of sequences of a batch whose padding is given by
-    cumulative lengths. widest_head: the largest head_dim. flash_impl: of active_flash().
+    sequence has as many queries as keys. lengths: the number of sequences of a batch, 0: they do not become packed
+    ones. masks: the tensors that give its padding, 0: cumulative lengths do. widest_head: the largest head_dim.
+    flash_impl: of active_flash().
     RuntimeError if no backend is left."""
     pattern = given = pattern_of(mask, window, bottom_right).within(seq_q, seq_kv)
     outside = pattern.padding and pattern.right == 0 and same_lengths and seq_q == seq_kv and bias == "no_bias"
@@ -130,12 +132,13 @@ def attention_path(
             repeat_bits = torch.is_deterministic_algorithms_warn_only_enabled()
     needs = _needs_kernel(sink, softcap, max_logit)
     as_packed = pattern.padding and not dropout and 0 < lengths <= _MOST_SEQUENCES and bool(seq_q and seq_kv)
+    as_packed = as_packed and (not masks or _keeps_order(pattern, masks))
     if sink and not (packed or softcap or max_logit or deterministic or repeat_bits or flash_impl):
         kernel = _kernel_of_batches(device, dtype, pattern, bias, flash_fits, widest_head, seq_q, seq_kv, away)
         if kernel:
             return AttentionPath((), dtype, pattern, False, False, False, False, needs, kernel, outside)
     if packed or needs or as_packed or (repeat_bits and not dropout):
-        own_end = _own_end(pattern, packed or as_packed, same_lengths, seq_q, seq_kv)
+        own_end = _own_end(pattern, packed or as_packed, same_lengths or masks == 1, seq_q, seq_kv)
         refused = _flash_refuses(device, dtype, widest_head, bias, softcap, max_logit, own_end)
         refused = refused or _impl_refuses(flash_impl, pattern, deterministic or repeat_bits)
         by_flash = not refused and "NVTE_FLASH_ATTN" not in away
@@ -143,7 +146,7 @@ def attention_path(
         if by_flash:
             kernel = "flash_deterministic" if repeat_bits else "flash"
             pattern = Pattern(pattern.left, pattern.right, True, pattern.padding, pattern.arbitrary)
-            why = needs or (_AS_PACKED if as_packed else _REPEATS)
+            why = needs or ((_BY_INDEX if masks else _AS_PACKED) if as_packed else _REPEATS)
             return AttentionPath(
                 (), dtype, pattern, False, False, False, False, why, kernel, outside, as_packed=as_packed
             )
@@ -205,6 +208,7 @@ def _gradient_read(device: torch.device, dtype: torch.dtype, backends: tuple[SDP
 
 # Why flash is a kernel of functional.attention where scaled_dot_product_attention has one.
 _AS_PACKED = "Padding by cumulative lengths: flash over the sequences as packed ones, without a mask tensor."
+_BY_INDEX = "Padding by masks: flash over the tokens, which an index gathers, without a mask tensor."
 _REPEATS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: flash, whose backward is made to repeat its bits; cuDNN's does not."
 
 
@@ -248,6 +252,12 @@ def _kernel_of_batches(
     if dtype in (torch.float16, torch.bfloat16):
         return "cudnn" if widest_head <= _WIDEST_CUDNN and "NVTE_FUSED_ATTN" not in away else ""
     return "efficient" if dtype == torch.float32 and not all(name in away for name in _FUSED) else ""
+
+
+def _keeps_order(pattern: Pattern, masks: int) -> bool:
+    """Whether tokens without the padding between them see the same keys: a mask may hide any of them. One mask hides as
+    many queries as keys before each token, which a causal pattern does not notice; a window counts the hidden ones."""
+    return not pattern.positional or (masks == 1 and pattern.left < 0 and pattern.right == 0)
 
 
 def _own_end(pattern: Pattern, packed: bool, same_lengths: bool, seq_q: int | None, seq_kv: int | None) -> str:

@@ -236,6 +236,13 @@ def present_tokens(
     return queries, keys
 
 
+def masks_of(attention_mask: AttentionMask) -> int:
+    """The number of tensors that say which rows are padding; 0: cumulative lengths do."""
+    if isinstance(attention_mask, (tuple, list)):
+        return 1 if attention_mask[0] is attention_mask[-1] else 2
+    return 0 if attention_mask is None else 1
+
+
 def _present(mask: torch.Tensor | None, cumulative: torch.Tensor | None, seq: int) -> torch.Tensor:
     if mask is not None:
         return ~mask[:, 0, 0, :]

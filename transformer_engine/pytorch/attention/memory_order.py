@@ -13,11 +13,12 @@ _BYTES = 16
 def starts_aligned(t: torch.Tensor) -> bool:
     """True of a traced tensor, whose place is not known; torch.compile copies inputs at other addresses. And of one
     that torch.func wraps, which has no place."""
-    return torch.compiler.is_compiling() or _is_wrapped() or t.data_ptr() % _BYTES == 0
+    return torch.compiler.is_compiling() or in_torch_func() or t.data_ptr() % _BYTES == 0
 
 
-def _is_wrapped() -> bool:
-    return torch_private.peek_interpreter_stack() is not None
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is active, which no kernel of functional.attention supports."""
+    return not torch.compiler.is_compiling() and torch_private.peek_interpreter_stack() is not None
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def result_without_padding(out: torch.Tensor, cumulative: torch.Tensor, batch_fi
 def _without_padding(tensors, cumulative, batch_first, node):
     """By the engine, a copy and a launch for all; or by one pass over each tensor, which compilers fuse with others and
     which keeps another order of tokens, and float64. node: of autograd, None: there is none."""
-    fused = torch.compiler.is_compiling() or _is_wrapped()
+    fused = torch.compiler.is_compiling() or in_torch_func()
     if fused or (node is None and torch.is_grad_enabled()) or not all(map(_by_engine, tensors)):
         seq = tensors[0].shape[1 if batch_first else 0]
         padding = ~present_tokens(None, (cumulative, cumulative), (seq, seq))[0]

@@ -1,9 +1,14 @@
 """Packed inputs of attention: q, k and v in one tensor, and sequences one after another (thd), which those of a batch
-can be too. Checks and views."""
+can be too. Checks and views, and the index that gathers the tokens of a batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from transformer_engine.pytorch._internal.arguments import check_size, check_tensor
+from transformer_engine.pytorch.attention.masks import AttentionMask, masks_of
 
 PACKED_MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 
@@ -114,21 +119,41 @@ def longest(cu_seqlens: torch.Tensor, given: int | None) -> int | None:
     return int(cu_seqlens.diff().max())
 
 
-# ---- a batch as packed sequences with padding between them ----
+# ---- a batch as packed sequences ----
 
 
-def in_rows(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """t [b, s, heads, d] or [s, b, heads, d] as [b s, heads, d]."""
+def packed_of_batch(
+    tensors: tuple[torch.Tensor, ...],
+    attention_mask: AttentionMask,
+    cu_seqlens: Pair,
+    seqs: tuple[int, int],
+    layout: str,
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | int], Callable[[torch.Tensor], torch.Tensor]]:
+    """q, k and v of a batch as rows [b s, heads, d], the arguments of functional.attention for their sequences, and the
+    way of its result back. Sequences of these lengths stay where they lie, with padding between them; a mask may hide
+    any row, so the tokens are gathered. The host does not wait."""
+    if attention_mask is None:
+        in_place = tuple(_in_rows(t, layout) for t in tensors)
+        return in_place, _rows_of_batch(cu_seqlens, seqs), partial(_from_rows, layout, seqs[0])
+    queries, keys = tokens_of(attention_mask, layout)
+    rows = {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_kv": keys.cu_seqlens}
+    rows |= {"max_seqlen_q": seqs[0], "max_seqlen_kv": seqs[1]}
+    flat = (t.flatten(0, 1) for t in tensors)
+    gathered = _Gather.apply(queries.order, queries.place, keys.order, keys.place, *flat)
+    return gathered, rows, partial(_scatter, queries, tensors[0].shape[:2])
+
+
+def _in_rows(t: torch.Tensor, layout: str) -> torch.Tensor:
     return (t if layout == "bshd" else t.transpose(0, 1)).flatten(0, 1)
 
 
-def from_rows(t: torch.Tensor, layout: str, seq: int) -> torch.Tensor:
+def _from_rows(layout: str, seq: int, t: torch.Tensor) -> torch.Tensor:
     t = t.unflatten(0, (-1, seq))
     return t if layout == "bshd" else t.transpose(0, 1).contiguous()
 
 
-def rows_of_batch(cu_seqlens: Pair, seqs: tuple[int, int]) -> dict[str, torch.Tensor | int]:
-    """The arguments of functional.attention for sequences that begin at every multiple of these lengths."""
+def _rows_of_batch(cu_seqlens: Pair, seqs: tuple[int, int]) -> dict[str, torch.Tensor | int]:
+    """Sequences begin at every multiple of the rows of one."""
     rows, starts = {}, None
     for i, side in enumerate(("q", "kv")):
         if i == 0 or seqs[0] != seqs[1]:
@@ -137,3 +162,72 @@ def rows_of_batch(cu_seqlens: Pair, seqs: tuple[int, int]) -> dict[str, torch.Te
         rows[f"cu_seqlens_{side}"], rows[f"cu_seqlens_{side}_padded"] = cu_seqlens[i], starts
         rows[f"max_seqlen_{side}"] = seqs[i]
     return rows
+
+
+class Tokens(NamedTuple):
+    """Of the rows of a batch in memory, its first two dimensions as one: `order` has the tokens of one sequence after
+    another, then the padding; `place` is its inverse. cu_seqlens: int32 [b + 1]."""
+
+    order: torch.Tensor
+    place: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+def tokens_of(attention_mask: AttentionMask, layout: str) -> tuple[Tokens, Tokens]:
+    """Of the queries and of the keys, by padding masks. In few operations: each layer of a model makes them again."""
+    masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,)
+    queries = _tokens(masks[0], layout)
+    return queries, queries if masks_of(attention_mask) == 1 else _tokens(masks[-1], layout)
+
+
+def _tokens(mask: torch.Tensor, layout: str) -> Tokens:
+    """mask: bool [b, 1, 1, s], True for padding."""
+    hidden = mask.flatten()
+    padded, rows = hidden.cumsum(0), torch.arange(1, hidden.shape[0] + 1, device=mask.device)
+    tokens = rows - padded  # so far, this row included
+    place = torch.where(hidden, padded + tokens[-1], tokens) - 1
+    shape = (mask.shape[0], -1)
+    place = place if layout == "bshd" else place.view(shape).t().flatten()
+    cu_seqlens = torch.nn.functional.pad(tokens.view(shape)[:, -1], (1, 0)).int()
+    return Tokens(torch.empty_like(place).scatter_(0, place, rows - 1), place, cu_seqlens)
+
+
+class _Gather(torch.autograd.Function):
+    """q, k and v [rows, heads, width] in the order of their tokens. Each row is taken once, so gradients are gathered
+    too: nothing is summed."""
+
+    @staticmethod
+    def forward(ctx, order_q, place_q, order_kv, place_kv, q, k, v):
+        ctx.save_for_backward(place_q, place_kv)
+        return q.index_select(0, order_q), k.index_select(0, order_kv), v.index_select(0, order_kv)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        place_q, place_kv = ctx.saved_tensors
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(
+                t if t is None else t.index_select(0, place)
+                for t, place in ((dq, place_q), (dk, place_kv), (dv, place_kv))
+            ),
+        )
+
+
+class _Scatter(torch.autograd.Function):
+    """The way back of the queries."""
+
+    @staticmethod
+    def forward(ctx, order, place, out):
+        ctx.save_for_backward(order)
+        return out.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, grad.index_select(0, *ctx.saved_tensors)
+
+
+def _scatter(queries: Tokens, shape: tuple[int, int], out: torch.Tensor) -> torch.Tensor:
+    return _Scatter.apply(queries.order, queries.place, out).unflatten(0, shape)

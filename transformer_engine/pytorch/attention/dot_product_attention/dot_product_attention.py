@@ -36,11 +36,13 @@ from transformer_engine.pytorch.attention.masks import (
     check_padding,
     check_window,
     default_slopes,
+    masks_of,
     present_tokens,
 )
 from transformer_engine.pytorch.attention.memory_order import (
     aligned,
     by_token,
+    in_torch_func,
     inputs_without_padding,
     result_without_padding,
     starts_aligned,
@@ -50,11 +52,9 @@ from transformer_engine.pytorch.attention.packed import (
     Bounds,
     Pair,
     check_packed,
-    from_rows,
-    in_rows,
     longest,
+    packed_of_batch,
     refuse_dropout,
-    rows_of_batch,
     separate,
 )
 from transformer_engine.pytorch.constants import AttnTypes
@@ -282,7 +282,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             max_logit=self.return_max_logit,
             widest_head=max(tensors[0].shape[-1], tensors[2].shape[-1]),
             same_lengths=(attention_mask is None or layout == "thd") and cu_seqlens_q is cu_seqlens_kv,
-            lengths=sizes.batch if attention_mask is None and layout != "thd" else 0,
+            lengths=0 if layout == "thd" or in_torch_func() else sizes.batch,
+            masks=masks_of(attention_mask) if layout != "thd" else 0,
             flash_impl=active_flash(),
         )
         scores = {"attention_mask": attention_mask, "cu_seqlens": lengths, "bias_kind": core_attention_bias_type}
@@ -443,8 +444,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                     rows[f"cu_seqlens_{side}_padded"] = padded[i]
                 rows[f"max_seqlen_{side}"] = longest(cu_seqlens[i], max_seqlens[i])
         elif path.as_packed:
-            query, key, value = (in_rows(t, sizes.layout) for t in (query, key, value))
-            rows = rows_of_batch(cu_seqlens, sizes.seqs)
+            of_batch = attention_mask, cu_seqlens, sizes.seqs, sizes.layout
+            (query, key, value), rows, from_rows = packed_of_batch((query, key, value), *of_batch)
         elif pattern.padding:
             rows["present_q"], rows["present_kv"] = present_tokens(attention_mask, cu_seqlens, sizes.seqs)
         elif pattern.arbitrary:
@@ -472,7 +473,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if path.padding_outside:
             out = result_without_padding(out, cu_seqlens[0], batch_first)
         if path.as_packed:
-            out = from_rows(out, sizes.layout, sizes.seqs[0])
+            out = from_rows(out)
         out = out.flatten(-2)
         return (out, max_logit.detach().to(out.dtype)) if self.return_max_logit else out
 
