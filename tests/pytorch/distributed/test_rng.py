@@ -12,7 +12,7 @@ from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import get_all_rng_states
-from transformer_engine.pytorch.distributed.rng import Snapshot
+from transformer_engine.pytorch.distributed.rng import Snapshot, _Drawing, _Fork
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a tracker follows one kind of generator, the machine's
 
@@ -342,3 +342,30 @@ def test_a_fork_whose_state_is_taken_away_ends_all_the_same(tracker, how):
     tracker.add("expert", 9)
     with tracker.fork("expert"):
         assert_same_bits(draw(), drawn_after(9))
+
+
+def test_a_fork_ends_while_another_thread_ends_its_own():
+    """Another thread may run between two steps of a loop over the forks: this one has no such loop."""
+
+    class Raced(list):
+        def __iter__(self):
+            for fork in super().__iter__():
+                yield fork
+                self.remove(other)  # as if its thread had run here
+
+    drawing, other = _Drawing(), _Fork(None, None)
+    drawing.forks = Raced([other])
+    with drawing.of(None, None):
+        pass
+    assert drawing.forks == [other]
+
+
+def test_a_tracker_keeps_its_states_inside_the_fork_of_another_one():
+    """Of one name: only the tracker that has forked reads its state from the default generator."""
+    one, two = te.CudaRNGStatesTracker(), te.CudaRNGStatesTracker()
+    one.add("shared", 1)
+    two.add("shared", 2)
+    want = two.get_states()["shared"]
+    with one.fork("shared"):
+        draw()
+        assert_same_bits(two.get_states()["shared"], want)

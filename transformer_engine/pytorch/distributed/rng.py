@@ -116,29 +116,44 @@ class CudaRNGStatesTracker:
             _C.set_random_state(torch.default_generator, before if around is None else _C.get_random_state(around))
 
 
+class _Fork:
+    """A tracker and a name, or None for both. Equal to no other one, so that list.remove() calls no Python code."""
+
+    __slots__ = ("name", "tracker")
+
+    def __init__(self, tracker: CudaRNGStatesTracker | None, name: str | None) -> None:
+        self.tracker, self.name = tracker, name
+
+
+_NO_FORK = _Fork(None, None)
+
+
 class _Drawing:
-    """Of one default generator: the forks that it is in, each a tracker and a name, or None."""
+    """Of one default generator: the forks that it is in. Threads may fork it at once: each access is one operation."""
 
     def __init__(self) -> None:
-        self.forks: list[tuple[CudaRNGStatesTracker | None, str | None]] = []
+        self.forks: list[_Fork] = []
+
+    def _last(self) -> _Fork:
+        return (self.forks[-1:] or [_NO_FORK])[0]
 
     def name_of(self, tracker: object) -> str | None:
         """The name of this tracker's state that is drawn from."""
-        found, name = self.forks[-1] if self.forks else (None, None)
-        return name if found is tracker else None
+        last = self._last()
+        return last.name if last.tracker is tracker else None
 
     def generator(self) -> torch.Generator | None:
         """The state that is drawn from."""
-        tracker, name = self.forks[-1] if self.forks else (None, None)
-        return None if tracker is None else tracker.states_.get(name)
+        last = self._last()
+        return None if last.tracker is None else last.tracker.states_.get(last.name)
 
     @contextmanager
     def of(self, tracker: CudaRNGStatesTracker | None, name: str | None) -> Iterator[None]:
-        self.forks.append(fork := (tracker, name))
+        self.forks.append(fork := _Fork(tracker, name))
         try:
             yield
         finally:  # the last one, unless threads have forked one generator concurrently
-            del self.forks[max(i for i, each in enumerate(self.forks) if each is fork)]
+            self.forks.remove(fork)
 
 
 # By device: "cpu", or the index of a CUDA one.
