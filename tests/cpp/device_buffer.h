@@ -63,6 +63,16 @@ inline std::string device_name(const ::testing::TestParamInfo<int32_t>& info) {
   return info.param == TE_DEVICE_CPU ? "cpu" : "cuda";
 }
 
+// From one place of a device to another.
+inline void copy_bytes(void* to, const void* from, size_t bytes, int32_t device) {
+  if (bytes == 0) return;
+#if defined(TE_WITH_CUDA)
+  if (device != TE_DEVICE_CPU) return cuda_ok(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
+#endif
+  (void)device;
+  std::memcpy(to, from, bytes);
+}
+
 // rows x cols elements at a row pitch, with `guard` elements beyond the last row. Poisoned; freed with the object.
 // bfloat16, float16 and float are held as te::bf16, te::fp16 and float.
 template <class T>

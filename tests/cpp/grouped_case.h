@@ -2,6 +2,7 @@
 // grouped products; computes nothing by the engine itself.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -47,6 +48,19 @@ std::vector<T> normals(int64_t n, unsigned seed) {
   std::vector<T> out;
   for (int64_t i = 0; i < n; ++i) out.push_back(from_float<T>(float(normal(engine))));
   return out;
+}
+
+// Lays tensors one distance apart, `spare` rows between them, which are NaN. Returns their memory.
+inline std::shared_ptr<void> lay_apart(std::vector<te_tensor>& tensors, int64_t spare) {
+  const int64_t pitch = tensors[0].row_pitch * int64_t(te_dtype_bytes(tensors[0].dtype));
+  const int64_t bytes = tensors[0].rows * pitch, step = bytes + spare * pitch;
+  auto memory = std::make_shared<Buffer<uint8_t>>(tensors[0].device, 1, step * int64_t(tensors.size()));
+  for (size_t g = 0; g < tensors.size(); ++g) {
+    uint8_t* const to = memory->data() + int64_t(g) * step;
+    copy_bytes(to, tensors[g].data, size_t(bytes), tensors[g].device);
+    tensors[g].data = to;
+  }
+  return memory;
 }
 
 // T: operands and row results; D: results of the weight gradient.
@@ -96,6 +110,10 @@ class GroupedCase {
   }
 
   void with_bias() { problem.biases = bias_tensors.data(); }
+  void stack() {
+    stacked_weights_ = lay_apart(weight_tensors, 0);
+    stacked_biases_ = lay_apart(bias_tensors, 1);
+  }
 
   Buffer<T>& row_result() { return product_ == TE_GROUPED_FPROP ? y : dx; }
   int64_t depth() const { return product_ == TE_GROUPED_FPROP ? shape.k : shape.n; }
@@ -151,6 +169,7 @@ class GroupedCase {
  private:
   static int64_t aligned(int64_t cols) { return (cols + 7) / 8 * 8; }
 
+  std::shared_ptr<void> stacked_weights_, stacked_biases_;
   te_grouped_product product_;
 };
 

@@ -15,17 +15,18 @@ using testing::GroupedShape;
 using testing::same;
 
 template <class T, class D>
-void compare_devices(te_grouped_product product, const GroupedShape& s) {
+void compare_devices(te_grouped_product product, const GroupedShape& s, bool stacked = false) {
   const std::vector<uint8_t> add(size_t(s.groups()), 1);
   GroupedCase<T, D> host(TE_DEVICE_CPU, product, s), device(0, product, s);
   for (GroupedCase<T, D>* c : {&host, &device}) {
     testing::fill_with_integers(*c);
     c->problem.zero_tail = product != TE_GROUPED_WGRAD;
     if (product == TE_GROUPED_FPROP) c->with_bias();
+    if (stacked) c->stack();
     if (product == TE_GROUPED_WGRAD) c->problem.accumulate = add.data();
     TE_ASSERT_OK(te_grouped_gemm(&c->problem, nullptr));
   }
-  const std::string name = name_of(s, product);
+  const std::string name = concat(name_of(s, product), stacked ? " stacked" : "");
   if (product != TE_GROUPED_WGRAD) {
     EXPECT_TRUE(same(device.row_result().read(), host.row_result().read())) << name;
     EXPECT_TRUE(device.row_result().padding_untouched()) << name;
@@ -49,6 +50,10 @@ TEST(GroupedDevice, IntegersAreExact) {
     compare_devices<fp16, fp16>(TE_GROUPED_FPROP, s);
     compare_devices<bf16, bf16>(TE_GROUPED_DGRAD, s);
     compare_devices<fp16, fp16>(TE_GROUPED_DGRAD, s);
+    for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_DGRAD}) {
+      compare_devices<bf16, bf16>(product, s, true);
+      compare_devices<fp16, fp16>(product, s, true);
+    }
     compare_devices<bf16, float>(TE_GROUPED_WGRAD, s);
     compare_devices<bf16, bf16>(TE_GROUPED_WGRAD, s);
     compare_devices<fp16, fp16>(TE_GROUPED_WGRAD, s);

@@ -76,6 +76,57 @@ TEST(GroupedKernels, Fprop) {
   compare<fp16, fp16>(TE_GROUPED_FPROP, {{30, 40}, 0, 300, 330}, 2, [](auto&) {});
 }
 
+// Weights that are one matrix together are read by one map. The weights of a group without rows are NaN, which a box of
+// the weights before them has too.
+TEST(GroupedKernels, StackedWeights) {
+  int stacked = 0;
+  const auto stack = [&](auto& c) {
+    for (size_t g = 0; g < c.weights.size(); ++g) {
+      if (c.shape.splits[g] == 0) c.weights[g]->poison();
+    }
+    c.stack();
+    stacked += gemm::grouped::are_stacked(c.problem);
+  };
+  for (const te_grouped_product product : {TE_GROUPED_FPROP, TE_GROUPED_DGRAD}) {
+    for (const GroupedShape& s : kShapes) {
+      compare<bf16, bf16>(product, s, 2, [&](auto& c) {
+        if (product == TE_GROUPED_FPROP) c.with_bias();
+        stack(c);
+      });
+    }
+    compare<bf16, bf16>(product, {{63, 1, 65, 0, 130}, 7, 192, 72, 8}, 2, stack);
+    compare<fp16, fp16>(product, {{30, 0, 40}, 2, 320, 300}, 1, stack);
+    compare<fp16, fp16>(product, {{5, 7}, 2, 64, 0}, 2, stack);
+    GroupedShape many{{}, 9, 64, 24};
+    for (int32_t g = 0; g < 300; ++g) many.splits.push_back(g % 9 == 0 ? 3 : 0);
+    compare<bf16, bf16>(product, many, 4, stack);
+  }
+  EXPECT_EQ(stacked, 2 * (7 + 3));  // of several groups, in DGRAD of whole boxes
+}
+
+TEST(GroupedKernels, WhichWeightsAreStacked) {
+  const auto stacked = [](te_grouped_product product, int64_t n, const auto& change) {
+    GroupedCase<bf16, bf16> c(TE_DEVICE_CPU, product, {{3, 4, 5}, 0, n, 40});
+    if (product == TE_GROUPED_FPROP) c.with_bias();
+    c.stack();
+    change(c);
+    return gemm::grouped::are_stacked(c.problem);
+  };
+  const auto nothing = [](auto&) {};
+  EXPECT_TRUE(stacked(TE_GROUPED_FPROP, 24, nothing));
+  EXPECT_TRUE(stacked(TE_GROUPED_DGRAD, 64, nothing));
+  EXPECT_FALSE(stacked(TE_GROUPED_DGRAD, 72, nothing)) << "a box of the depth would have rows of the next weight";
+  const auto moved = [](te_tensor& t, int64_t elements) { t.data = static_cast<bf16*>(t.data) + elements; };
+  for (const size_t g : {0, 1, 2}) {
+    EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [&](auto& c) { moved(c.weight_tensors[g], 8); })) << g;
+    EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [&](auto& c) { moved(c.bias_tensors[g], 8); })) << g;
+  }
+  EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [&](auto& c) {
+    for (const size_t g : {1, 2}) moved(c.weight_tensors[g], 40 * int64_t(g));  // a row more between them
+  }));
+  EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [](auto& c) { std::swap(c.weight_tensors[0], c.weight_tensors[2]); }));
+}
+
 TEST(GroupedKernels, NothingToReduce) {
   for (const bool bias : {false, true}) {
     compare<bf16, bf16>(TE_GROUPED_FPROP, {{3, 0, 2}, 2, 9, 0}, 4, [&](auto& c) {

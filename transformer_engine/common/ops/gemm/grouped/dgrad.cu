@@ -4,7 +4,11 @@
 
 namespace te::gemm::grouped::cuda {
 
-template void Gpu::start<RowKernelTraits<bf16, Major::kMN>>(const RowParams&, int32_t) const;
-template void Gpu::start<RowKernelTraits<fp16, Major::kMN>>(const RowParams&, int32_t) const;
+template void Gpu::start<RowKernelTraits<bf16, Major::kMN, EachWeight>>(const RowParams<EachWeight>&, int32_t) const;
+template void Gpu::start<RowKernelTraits<bf16, Major::kMN, StackedWeights>>(const RowParams<StackedWeights>&,
+                                                                            int32_t) const;
+template void Gpu::start<RowKernelTraits<fp16, Major::kMN, EachWeight>>(const RowParams<EachWeight>&, int32_t) const;
+template void Gpu::start<RowKernelTraits<fp16, Major::kMN, StackedWeights>>(const RowParams<StackedWeights>&,
+                                                                            int32_t) const;
 
 }  // namespace te::gemm::grouped::cuda

@@ -4,7 +4,11 @@
 
 namespace te::gemm::grouped::cuda {
 
-template void Gpu::start<RowKernelTraits<bf16, Major::kK>>(const RowParams&, int32_t) const;
-template void Gpu::start<RowKernelTraits<fp16, Major::kK>>(const RowParams&, int32_t) const;
+template void Gpu::start<RowKernelTraits<bf16, Major::kK, EachWeight>>(const RowParams<EachWeight>&, int32_t) const;
+template void Gpu::start<RowKernelTraits<bf16, Major::kK, StackedWeights>>(const RowParams<StackedWeights>&,
+                                                                           int32_t) const;
+template void Gpu::start<RowKernelTraits<fp16, Major::kK, EachWeight>>(const RowParams<EachWeight>&, int32_t) const;
+template void Gpu::start<RowKernelTraits<fp16, Major::kK, StackedWeights>>(const RowParams<StackedWeights>&,
+                                                                           int32_t) const;
 
 }  // namespace te::gemm::grouped::cuda

@@ -64,7 +64,8 @@ struct MainloopBf16 {
   static __device__ void find_ranges(RowRange* rows, int32_t*, const Params& p) { find_rows(rows, p.common); }
   static __device__ __forceinline__ void produce(Pipeline& pipeline, PipelineState& state, const Params& p,
                                                  int32_t group, const WorkTile& tile, int rank) {
-    sm90::produce_bf16<TileConfig>(pipeline, state, &p.left, Traits::right_map(p, group), tile, rank);
+    sm90::produce_bf16<TileConfig>(pipeline, state, &p.left, Traits::right_map(p, group), Traits::right_row(p, group),
+                                   tile, rank);
   }
   static __device__ __forceinline__ void skip(Pipeline& pipeline, PipelineState& state, const WorkTile& tile, int) {
     sm90::skip_bf16(pipeline, state, tile);
@@ -77,22 +78,24 @@ struct MainloopBf16 {
 };
 
 // FPROP has K-major weights [N, K], DGRAD reads them MN-major.
-template <class T, Major kWeights>
-struct RowKernelTraits : MainloopBf16<RowKernelTraits<T, kWeights>, RowParams, T, RowTileConfig<kWeights>> {
-  using Params = RowParams;
+template <class T, Major kMajor, class Weights>
+struct RowKernelTraits
+    : MainloopBf16<RowKernelTraits<T, kMajor, Weights>, RowParams<Weights>, T, RowTileConfig<kMajor>> {
+  using Params = RowParams<Weights>;
 
   static __device__ int32_t pairs(const Params& p, int32_t, RowRange rows) { return row_product_pairs(rows, p.n); }
   static __device__ int32_t pairs_n(const Params& p) { return row_product_pairs_n(p.n); }
   static __device__ WorkTile work_tile(const Params& p, PairCoord at, int rank, RowRange rows) {
     return row_product_tile(at, rank, rows, p.n, p.k);
   }
-  static __device__ const CUtensorMap* right_map(const Params& p, int32_t group) { return &p.weights[group]; }
+  static __device__ const CUtensorMap* right_map(const Params& p, int32_t group) { return p.weights.map(group); }
+  static __device__ int32_t right_row(const Params& p, int32_t group) { return p.weights.first_row(group); }
   static __device__ void run_idle_warps(const Params& p, int thread, int threads) {
     if (p.zero_tail) zero_tail<T>(p, thread, threads);
   }
   static __device__ __forceinline__ void epilogue(const Params& p, int32_t group, const WorkTile& tile, int atom_m,
                                                   float (&accum)[RowTileShape::kN / 2]) {
-    const auto* bias = static_cast<const T*>(p.biases[group]);
+    const auto* bias = static_cast<const T*>(p.weights.bias(group));
     if (bias != nullptr) add_bias(bias, tile, accum);
     store_accum(Output<T>{static_cast<T*>(p.result), p.pitch, p.wide}, tile, atom_m, false, accum);
   }
@@ -111,6 +114,7 @@ struct WgradKernelTraits : MainloopBf16<WgradKernelTraits<T, R>, WgradParams, T,
     return wgrad_tile(at, rank, rows, p.n, p.k);
   }
   static __device__ const CUtensorMap* right_map(const Params& p, int32_t) { return &p.right; }
+  static __device__ int32_t right_row(const Params&, int32_t) { return 0; }
   static __device__ void run_idle_warps(const Params&, int, int) {}
   static __device__ __forceinline__ void epilogue(const Params& p, int32_t group, const WorkTile& tile, int atom_m,
                                                   float (&accum)[WgradTileShape::kN / 2]) {

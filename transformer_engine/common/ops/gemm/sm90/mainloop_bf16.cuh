@@ -24,11 +24,15 @@ __device__ __forceinline__ void load_part(unsigned char* tile, const CUtensorMap
   }
 }
 
-// Loads the k_blocks of a tile, as far ahead of the consumers as there are empty stages.
+// Loads the k_blocks of a tile, as far ahead of the consumers as there are empty stages. right_row: where the right
+// operand begins in its map.
 template <class TileConfig>
 __device__ __forceinline__ void produce_bf16(SmemPipeline& pipeline, PipelineState& state, const CUtensorMap* left,
-                                             const CUtensorMap* right, const WorkTile& tile, int rank) {
+                                             const CUtensorMap* right, int32_t right_row, const WorkTile& tile,
+                                             int rank) {
   constexpr bool kShareLeft = TileConfig::kMulticast == Multicast::kLeft;
+  constexpr bool kRowsAreK = TileConfig::kRight == Major::kMN;
+  const int32_t right_n = tile.n + (kRowsAreK ? 0 : right_row), right_k = kRowsAreK ? right_row : 0;
 #pragma unroll 1  // unrolled, the stages take more registers than a producer has
   for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
     const int stage = state.index(), k = tile.k + k_block * kTileK;
@@ -38,7 +42,7 @@ __device__ __forceinline__ void produce_bf16(SmemPipeline& pipeline, PipelineSta
     barrier_expect(full, kStageBytes);  // including the bytes that the other CTA loads
     load_part<TileConfig::kLeft, TileConfig::kLeftPart, kShareLeft>(tiles, left, full, tile.m, k, rank);
     load_part<TileConfig::kRight, TileConfig::kRightPart, !kShareLeft>(tiles + tile_bytes(TileConfig::TileShape::kM),
-                                                                       right, full, tile.n, k, rank);
+                                                                       right, full, right_n, right_k + k, rank);
     state.advance();
   }
 }
