@@ -1,6 +1,6 @@
 // The channel by which ranks push into each other's memory, with threads as ranks: which bytes arrive, which ranks
-// wait, and the failure where a rank does not come. Mutants, in ops/comm/peer*.cpp: no wait for a slot to be free, a
-// word that is not put back, a deadline of seconds that this process did not have.
+// wait, and the failure where a rank does not come. Mutant, in ops/comm/peer*.cpp: a word
+// that is not put back.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -115,8 +115,7 @@ TEST(CommPeer, WhatIsPushedIsThereAndStaysUntilItWasRead) {
 }
 
 // Words of all other ranks in one operation, and own rows beside them; each rank has one queue, its thread, in which a
-// wait blocks all later work. Mutants: an operation that leaves out the last rank, an own copy that goes nowhere, a
-// wait ahead of this rank's own signal.
+// wait blocks all later work. Mutants: an own copy that goes nowhere, a wait ahead of this rank's own signal.
 TEST(CommPeer, AllOthersAtOnce) {
   constexpr int32_t kRanks = 4;
   Ranks all(kRanks);

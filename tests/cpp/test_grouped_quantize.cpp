@@ -1,8 +1,6 @@
 // grouped quantize through the C API, on every device here: data, panels, scales and amaxes equal, byte for byte, to
 // te_quantize of each group alone, for splits drawn and chosen, with NaN everywhere, Inf in one group and in the tail,
 // poisoned memory around every output and bytes that must stay unchanged; errors; the walk of panels and of amax parts.
-// Mutants: no scale for groups without rows, no zeros after the last row's scale; in last_part() of grouped_walk.h
-// `end_tile` for `end_tile - 1`.
 #include <gtest/gtest.h>
 
 #include <functional>
