@@ -7,7 +7,7 @@ import torch
 from quantized_cases import assert_readable, assert_same_parts, block2d, current, delayed, parts_of
 from support import assert_same_bits, refused
 
-from transformer_engine.pytorch.tensor import utils
+from transformer_engine.pytorch.tensor import Float8Quantizer, utils
 from transformer_engine.pytorch.tensor.master_casts import ColumnsOfWeights, MasterCasts
 
 FORMATS = {"delayed": delayed, "current": current, "block2d": block2d}
@@ -44,12 +44,17 @@ def other_epsilon(weight, master):
         weight._quantizer.amax_epsilon = 64.0
 
 
+def other_scale(weight, master):
+    if isinstance(weight._quantizer, Float8Quantizer):
+        weight._quantizer.scale = weight._quantizer.scale * 4.0
+
+
 def other_master_values(weight, master):
     master.data = master.data.clone().mul_(3.0)
 
 
 EVENTS = [nothing, no_columns, other_memory, values_by_hand, transpose_is_invalid, other_quantizer, other_epsilon]
-EVENTS += [other_master_values]
+EVENTS += [other_scale, other_master_values]
 
 
 def utils_data(weight):

@@ -288,6 +288,8 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer, python_written=False):
     def _is_python(self) -> bool:
         return super()._is_python() or self.with_amax_reduction or self.use_existing_amax or self.scale is not None
 
+    _engine_fields = ("dtype", "use_existing_amax", "amax", "force_pow_2_scales", "amax_epsilon")
+
     def _engine_arguments(self) -> tuple:
         amax = None if self.use_existing_amax else self.amax
         return "current", self.dtype is DType.kFloat8E5M2, self.force_pow_2_scales, self.amax_epsilon, None, amax

@@ -136,7 +136,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         )
         if rows is None or columns is None:
             return None
-        return rows, columns, self._rowwise_scale_inv[:, :along].t(), self._columnwise_scale_inv[:, :down]
+        return rows, columns, self._rowwise_scale_inv[:, :along], self._columnwise_scale_inv[:, :down]
 
     def _row_parts(self) -> tuple[str, str | None] | None:
         if self._is_2D_scaled or self._rowwise_data is None:
@@ -246,6 +246,8 @@ class Float8BlockQuantizer(Quantizer, python_written=False):
             amax_epsilon=wanted.amax_epsilon,
             block_scaling_dim=2 if wanted.scaling == "block2d" else 1,
         )
+
+    _engine_fields = ("block_scaling_dim", "dtype", "force_pow_2_scales", "amax_epsilon")
 
     def _engine_arguments(self) -> tuple:
         kind = "block1d" if self.block_scaling_dim == 1 else "block2d"

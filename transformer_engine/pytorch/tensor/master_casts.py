@@ -47,12 +47,16 @@ class MasterCasts:
 
     def _keep(self, casts: Casts) -> None:
         self._casts, self._kept, self._follows = casts, _C.KeptObjects(), True
-        self._natives = [(part.quantizer, part.quantizer._built_in()) for part in casts.parts]
-        self._columns = []
+        self._natives, self._columns = [], []
         for part, memory, master in zip(casts.parts, casts.memory, self._lists[1], strict=True):
             own = [] if master is None else [master]
             self._follows &= all(part.x.data_ptr() == t.data_ptr() for t in own)  # else it is a copy
             self._kept.add(part.weight, [*part.weight._parts, *_BESIDE_PARTS], [*memory, *own])
+            fields = part.quantizer._engine_fields
+            if fields is None:
+                self._natives.append((part.quantizer, part.quantizer._built_in()))
+            else:
+                self._kept.add(part.quantizer, list(fields), [])
             columns = (getattr(part.weight, name) for name in part.weight._of_direction(COLUMNWISE))
             self._columns += [t for t in columns if t is not None]
 
@@ -95,4 +99,8 @@ class ColumnsOfWeights:
 
 def _have_aliases(weights: Sequence[Any]) -> bool:
     """Whether other tensors share memory with some of them, which a write must reach."""
-    return any(weight._family is not None and len(weight._family) > 1 for weight in weights)
+    for weight in weights:
+        family = weight._family
+        if family is not None and len(family) > 1:
+            return True
+    return False

@@ -172,6 +172,9 @@ class Quantizer(Settings):
             self.__dict__["_kept"] = kept = arguments, _C.Quantizer(*arguments)
         return kept[1]
 
+    # The attributes on which _engine_arguments of the same class depends; None where it depends on other objects, too.
+    _engine_fields: tuple[str, ...] | None = None
+
     def _engine_arguments(self) -> tuple:
         """Arguments of _C.Quantizer: kind, e5m2, pow_2_scales, amax_epsilon, scale, amax."""
         raise NotImplementedError(f"{type(self).__name__} has no built-in form: override quantize_impl.")

@@ -69,6 +69,23 @@ TE_API te_status te_dequantize(const te_quantized* x, te_tensor y, te_stream str
 /* columnwise [cols, rows] = the transpose of rowwise [rows, cols] with the same bytes; pitch and tail as above. */
 TE_API te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, te_stream stream);
 
+/* Lists of matrices of any sizes on one device: a launch takes so many, a longer list several launches. The addresses
+ * are kernel parameters, so that a captured launch repeats. All items are checked before anything is written; no output
+ * overlaps another one. */
+#define TE_QUANTIZE_ITEMS 64
+
+/* Each array has `count` elements. */
+typedef struct te_quantize_transpose_list_problem {
+  int32_t count;
+  const te_tensor* rowwise;
+  const te_tensor* columnwise;
+  const te_tensor* scales;        /* float32 [ceil(rows / 128), ceil(cols / 128)], any pitch; or absent */
+  const te_tensor* column_scales; /* float32 [ceil(cols / 128), ceil(rows / 128)], any pitch; absent with scales */
+} te_quantize_transpose_list_problem;
+
+/* te_quantize_transpose of each, and column_scales = the transpose of scales, where present. One launch. */
+TE_API te_status te_quantize_transpose_list(const te_quantize_transpose_list_problem* list, te_stream stream);
+
 /* A range of a matrix, quantized like a part of the full matrix: the shard of a weight on one rank.
  *
  * Elements [start, start + length) of a matrix [rows, cols], counted row after row; a range may begin and end anywhere
@@ -103,6 +120,23 @@ typedef struct te_quantize_range_plan {
  * [ceil(rows / 128), roundup(ceil(cols / 128), 4)]); every element is written, for any range. One launch. */
 TE_API te_status te_quantize_range_cast(const te_quantize_range* range, const te_quantize_range_plan* plan,
                                         te_tensor data, te_tensor scale_inv, te_stream stream);
+
+/* Ranges of many matrices, as of te_quantize_transpose_list. Each array has `count` elements. */
+typedef struct te_quantize_range_list_problem {
+  int32_t count;
+  const te_quantize_range* ranges;
+  const te_quantize_range_plan* plans;
+  const te_tensor* data;       /* for the cast alone */
+  const te_tensor* scale_invs; /* for the cast alone */
+} te_quantize_range_list_problem;
+
+/* Each of plans[i].amaxes, where present, becomes the larger of itself and what te_quantize_range_amax finds for
+ * ranges[i]; of the plans only scaling and amaxes are read. The caller sets them to 0 before. One launch for each dtype
+ * of x. */
+TE_API te_status te_quantize_range_list_amaxes(const te_quantize_range_list_problem* list, te_stream stream);
+
+/* te_quantize_range_cast of each. One launch for each pair of dtypes of x and data. */
+TE_API te_status te_quantize_range_list_cast(const te_quantize_range_list_problem* list, te_stream stream);
 
 /* Delayed scaling, between steps. For each of n tensors, history [len, n] holding amaxes, newest in row 0:
  *   amax = the largest of the column (ignoring NaN), or its row 0 with most_recent;

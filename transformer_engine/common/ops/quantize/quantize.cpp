@@ -15,16 +15,23 @@ void quantize(const te_quantize_plan& plan, const te_tensor& x, const te_quantiz
 void amax(const te_tensor& x, const te_tensor& parts, const te_tensor& noop, te_stream stream);
 void sum_columns(const te_tensor& column_sums, const te_tensor& dbias, te_stream stream);
 void dequantize(const te_quantized& x, const te_tensor& y, te_stream stream);
-void transpose(const te_tensor& rowwise, const te_tensor& columnwise, te_stream stream);
 void update_scales(const te_scale_update* updates, int32_t count, te_stream stream);
 }  // namespace cuda
 
 namespace cpu {
 void sum_columns(const te_tensor& column_sums, const te_tensor& dbias);
 void dequantize(const te_quantized& x, const te_tensor& y);
-void transpose(const te_tensor& rowwise, const te_tensor& columnwise);
 void update_scales(const te_scale_update* updates, int32_t count);
 }  // namespace cpu
+
+void check_starts(const char* op, const char* argument, const te_tensor& data) {
+  if (data.data == nullptr) return;
+  const auto address = reinterpret_cast<uintptr_t>(data.data);
+  if (address % 16 != 0) bad_argument(op, argument, "at an odd address", "data on a multiple of 16 bytes");
+  if (data.row_pitch % 16 != 0) {
+    bad_argument(op, argument, concat("of row pitch ", data.row_pitch), "a multiple of 16 bytes");
+  }
+}
 
 namespace {
 
@@ -47,15 +54,6 @@ void check_direction(const char* op, const std::string& argument, te_scaling sca
   }
   if (data.device != like.device) bad_argument(op, name, concat("on ", device_of(data)), device_of(like));
   check_scale_inv(op, argument + "_scale_inv", scaling, scale_inv, rows, cols, like);
-}
-
-void check_starts(const char* op, const char* argument, const te_tensor& data) {
-  if (data.data == nullptr) return;
-  const auto address = reinterpret_cast<uintptr_t>(data.data);
-  if (address % 16 != 0) bad_argument(op, argument, "at an odd address", "data on a multiple of 16 bytes");
-  if (data.row_pitch % 16 != 0) {
-    bad_argument(op, argument, concat("of row pitch ", data.row_pitch), "a multiple of 16 bytes");
-  }
 }
 
 // The present directions of a [rows, cols] matrix.
@@ -163,21 +161,6 @@ te_status te_dequantize(const te_quantized* x, te_tensor y, te_stream stream) {
       bad_argument(op, "x", "without data", "a rowwise or a columnwise direction");
     }
     TE_ON_DEVICE_OF(op, y, quantize::cpu::dequantize(*x, y), quantize::cuda::dequantize(*x, y, stream));
-  });
-}
-
-te_status te_quantize_transpose(te_tensor rowwise, te_tensor columnwise, te_stream stream) {
-  return te::c_guard([&] {
-    using namespace te;
-    const char* op = "te_quantize_transpose";
-    check_tensor(op, "rowwise", rowwise);
-    if (te_dtype_bytes(rowwise.dtype) != 1) {
-      bad_argument(op, "rowwise", concat("of dtype ", te_dtype_name(rowwise.dtype)), "a dtype of one byte");
-    }
-    check_as(op, "columnwise", columnwise, rowwise.cols, rowwise.rows, rowwise);
-    quantize::check_starts(op, "columnwise", columnwise);
-    TE_ON_DEVICE_OF(op, rowwise, quantize::cpu::transpose(rowwise, columnwise),
-                    quantize::cuda::transpose(rowwise, columnwise, stream));
   });
 }
 

@@ -1,6 +1,6 @@
-// quantize, CUDA path: the producer that reads a tensor (tile.cuh and emit.cuh quantize), dequantization, the transpose
-// of bytes, sums of partial column sums, and scales between steps. Memory-bound: 3.03 bytes an element for bf16 to
-// 1x128 blocks, 4.06 with the transpose.
+// quantize, CUDA path: the producer that reads a tensor (tile.cuh and emit.cuh quantize), dequantization, sums of
+// partial column sums, and scales between steps. Memory-bound: 3.03 bytes an element for bf16 to 1x128 blocks, 4.06
+// with the transpose.
 #include "ops/quantize/source.cuh"
 #include "ops/quantize/store.h"
 #include "transformer_engine/scaling.h"
@@ -79,32 +79,6 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = first_row + r, col = first_col + lane;
     if (row < rows && col < cols) y[row * y_pitch + col] = from_float<T>(patch[r][lane]);
   }
-}
-
-// ---- bytes ----
-
-__global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const uint8_t* x, int64_t x_pitch, Dest dest, int64_t tile_cols, bool aligned) {
-  __shared__ Shared shared;
-  const Place at(int64_t(blockIdx.x) / tile_cols, int64_t(blockIdx.x) % tile_cols);
-  uint2 bytes[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int64_t row = at.row() + i;
-    bytes[i] = make_uint2(0, 0);
-    if (row >= dest.rows || at.col() >= dest.cols) continue;
-    const uint8_t* source = x + row * x_pitch + at.col();
-    if (aligned && at.col() + kColumns <= dest.cols) {
-      bytes[i] = *reinterpret_cast<const uint2*>(source);
-    } else {
-      uint8_t each[kColumns];
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) each[j] = at.col() + j < dest.cols ? source[j] : 0;
-      memcpy(&bytes[i], each, sizeof(each));
-    }
-  }
-  put_block_transposed(at, bytes, shared);
-  put_columnwise(dest, at, shared);
 }
 
 // ---- column sums and scales ----
@@ -209,21 +183,6 @@ void dequantize(const te_quantized& x, const te_tensor& y, te_stream stream) {
     kernel<<<blocks_for(op, pieces), kThreads, 0, cudaStream_t(stream)>>>(decoder, target, y.row_pitch, per_row,
                                                                           pieces);
   });
-  check_launch(op);
-}
-
-void transpose(const te_tensor& rowwise, const te_tensor& columnwise, te_stream stream) {
-  const char* op = "te_quantize_transpose";
-  if (columnwise.rows == 0 || columnwise.row_pitch == 0) return;
-  Dest dest{};
-  dest.rows = rowwise.rows;
-  dest.cols = rowwise.cols;
-  dest.columnwise = static_cast<uint8_t*>(columnwise.data);
-  dest.column_pitch = columnwise.row_pitch;
-  const bool aligned = reinterpret_cast<uintptr_t>(rowwise.data) % 8 == 0 && rowwise.row_pitch % 8 == 0;
-  const int64_t tile_cols = tiles_of(rowwise.cols);
-  transpose_kernel<<<grid_of(op, tiles_of(columnwise.row_pitch) * tile_cols), kThreads, 0, cudaStream_t(stream)>>>(
-      static_cast<const uint8_t*>(rowwise.data), rowwise.row_pitch, dest, tile_cols, aligned);
   check_launch(op);
 }
 

@@ -248,17 +248,6 @@ void dequantize(const te_quantized& x, const te_tensor& y) {
   });
 }
 
-void transpose(const te_tensor& rowwise, const te_tensor& columnwise) {
-  parallel_rows(columnwise.rows, columnwise.row_pitch, [&](int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; ++c) {
-      uint8_t* target = row_ptr<uint8_t>(columnwise, c);
-      for (int64_t r = 0; r < columnwise.row_pitch; ++r) {
-        target[r] = r < rowwise.rows ? row_ptr<const uint8_t>(rowwise, r)[c] : 0;
-      }
-    }
-  });
-}
-
 void update_scales(const te_scale_update* updates, int32_t count) {
   for (const te_scale_update* update = updates; update < updates + count; ++update) {
     const te_tensor& history = update->history;

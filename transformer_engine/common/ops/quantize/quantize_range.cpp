@@ -8,6 +8,7 @@
 #include "core/device.h"
 #include "core/parallel_for.h"
 #include "ops/quantize/fp8.h"
+#include "ops/quantize/items.h"
 #include "ops/quantize/maxima.h"
 #include "transformer_engine/quantize.h"
 #include "transformer_engine/scaling.h"
@@ -18,6 +19,8 @@ namespace cuda {
 void range_amax(const te_quantize_range& range, te_scaling scaling, const te_tensor& amaxes, te_stream stream);
 void range_cast(const te_quantize_range& range, const te_quantize_range_plan& plan, const te_tensor& data,
                 const te_tensor& scale_inv, te_stream stream);
+void range_list_amaxes(const te_quantize_range_list_problem& list, te_stream stream);
+void range_list_cast(const te_quantize_range_list_problem& list, te_stream stream);
 }  // namespace cuda
 
 namespace {
@@ -78,6 +81,23 @@ void check_cast(const char* op, const te_quantize_range& range, const te_quantiz
   if (!alone) check_shape(op, "data", data, range.rows, range.cols);
   dispatch_fp8(data.dtype, op, "data", [](auto) {});
   if (data.device != range.x.device) bad_argument(op, "data", concat("on ", device_of(data)), device_of(range.x));
+}
+
+void check_list_amaxes(const char* op, const te_quantize_range_list_problem& list) {
+  check_items(op, list.count, {list.ranges, list.plans}, [&](int32_t i) {
+    const te_quantize_range& range = list.ranges[i];
+    const te_quantize_range_plan& plan = list.plans[i];
+    check_range(op, range, plan.scaling);
+    check_one_device(op, "range.x", range.x, list.ranges[0].x);
+    if (!is_absent(plan.amaxes)) check_amaxes(op, "plan.amaxes", plan.scaling, plan.amaxes, range);
+  });
+}
+
+void check_list_cast(const char* op, const te_quantize_range_list_problem& list) {
+  check_items(op, list.count, {list.ranges, list.plans, list.data, list.scale_invs}, [&](int32_t i) {
+    check_cast(op, list.ranges[i], list.plans[i], list.data[i], list.scale_invs[i]);
+    check_one_device(op, "range.x", list.ranges[i].x, list.ranges[0].x);
+  });
 }
 
 }  // namespace
@@ -196,6 +216,28 @@ void range_cast(const te_quantize_range& range, const te_quantize_range_plan& pl
   });
 }
 
+namespace {
+
+void range_list_amaxes(const te_quantize_range_list_problem& list) {
+  for (int32_t i = 0; i < list.count; ++i) {
+    te_tensor amaxes = list.plans[i].amaxes;
+    const int64_t n = amaxes.rows * amaxes.cols;
+    auto* out = static_cast<float*>(amaxes.data);
+    std::vector<float> found(static_cast<size_t>(n));
+    amaxes.data = found.data();
+    if (n > 0) range_amax(list.ranges[i], list.plans[i].scaling, amaxes);
+    for (int64_t k = 0; k < n; ++k) out[k] = larger(out[k], found[size_t(k)]);
+  }
+}
+
+void range_list_cast(const te_quantize_range_list_problem& list) {
+  for (int32_t i = 0; i < list.count; ++i) {
+    range_cast(list.ranges[i], list.plans[i], list.data[i], list.scale_invs[i]);
+  }
+}
+
+}  // namespace
+
 }  // namespace cpu
 
 }  // namespace te::quantize
@@ -223,6 +265,28 @@ te_status te_quantize_range_cast(const te_quantize_range* range, const te_quanti
     quantize::check_cast(op, *range, *plan, data, scale_inv);
     TE_ON_DEVICE_OF(op, range->x, quantize::cpu::range_cast(*range, *plan, data, scale_inv),
                     quantize::cuda::range_cast(*range, *plan, data, scale_inv, stream));
+  });
+}
+
+te_status te_quantize_range_list_amaxes(const te_quantize_range_list_problem* list, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_quantize_range_list_amaxes";
+    quantize::check_list_amaxes(op, *list);
+    if (list->count == 0) return;
+    TE_ON_DEVICE_OF(op, list->ranges[0].x, quantize::cpu::range_list_amaxes(*list),
+                    quantize::cuda::range_list_amaxes(*list, stream));
+  });
+}
+
+te_status te_quantize_range_list_cast(const te_quantize_range_list_problem* list, te_stream stream) {
+  return te::c_guard([&] {
+    using namespace te;
+    const char* op = "te_quantize_range_list_cast";
+    quantize::check_list_cast(op, *list);
+    if (list->count == 0) return;
+    TE_ON_DEVICE_OF(op, list->ranges[0].x, quantize::cpu::range_list_cast(*list),
+                    quantize::cuda::range_list_cast(*list, stream));
   });
 }
 

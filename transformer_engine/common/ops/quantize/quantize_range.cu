@@ -1,228 +1,72 @@
-// quantize, ranges of a matrix, CUDA path: a block of threads processes a tile of 128 x 128 elements of the full
-// matrix, of which the range may contain any part. Memory-bound: 4 bytes an element of float32 for the amaxes, 5 for
-// the cast.
-#include "ops/quantize/tile.cuh"
+// quantize, ranges of matrices, CUDA path: launches the kernels of range.cuh, for one matrix and for lists.
+#include "ops/quantize/range.cuh"
 
 namespace te::quantize::cuda {
 
 namespace {
 
-struct Range {
-  int64_t rows, cols, start, length, tile_cols;
-  te_dtype rounded_to;  // TE_FLOAT32: not rounded
-  bool wide;            // eight elements from a column that is a multiple of 8 are one access
-
-  // Whether the range contains elements of tile row `row`.
-  __device__ __forceinline__ bool meets(int64_t row) const {
-    return row * kTile * cols < start + length && (row + 1) * kTile * cols > start;
-  }
-};
-
-constexpr int kLanes = kTile / kColumns;        // threads of a row
-constexpr int kRowsAtOnce = kThreads / kLanes;  // of a tile
-constexpr int kPasses = kTile / kRowsAtOnce;
-
-// Eight elements of the full matrix, by a thread, in one of the passes over its tile.
-struct Spot {
-  int64_t row, col;
-
-  __device__ __forceinline__ Spot(const Range& range, int pass)
-      : row(blockIdx.x / range.tile_cols * kTile + pass * kRowsAtOnce + threadIdx.x / kLanes),
-        col(blockIdx.x % range.tile_cols * kTile + threadIdx.x % kLanes * kColumns) {}
-
-  // The position of the first element in the range, which may not contain it.
-  __device__ __forceinline__ int64_t index(const Range& range) const { return row * range.cols + col - range.start; }
-  __device__ __forceinline__ bool in_one(const Range& range) const {
-    const int64_t first = index(range);
-    return range.wide && row < range.rows && col < range.cols && first >= 0 && first + kColumns <= range.length;
-  }
-  __device__ __forceinline__ bool has(const Range& range, int j) const {
-    const int64_t at = index(range) + j;
-    return row < range.rows && col + j < range.cols && at >= 0 && at < range.length;
-  }
-};
-
-template <class T>
-__device__ __forceinline__ void load(const Range& range, const T* x, Vector<T> (&values)[kPasses]) {
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const Spot spot(range, pass);
-    if (spot.in_one(range)) {
-      values[pass] = load_packed<T, kColumns>(x + spot.index(range));
-      continue;
-    }
-    T elements[kColumns];
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) elements[j] = spot.has(range, j) ? x[spot.index(range) + j] : T{};
-    memcpy(&values[pass], elements, sizeof(elements));
-  }
+// Calls body(dtype) for each dtype that sources may have.
+template <class Body>
+void for_floats(Body&& body) {
+  for (const te_dtype dtype : {TE_FLOAT32, TE_BFLOAT16, TE_FLOAT16}) body(dtype);
 }
 
-// As floats, rounded.
-template <class T>
-__device__ __forceinline__ void rounded_floats(const Range& range, const Vector<T>& values, float (&out)[kColumns]) {
-  widen<T, kColumns>(values, out);
-  if (range.rounded_to == TE_BFLOAT16) {
-    widen<bf16, kColumns>(narrow<bf16, kColumns>(out), out);
-  } else if (range.rounded_to == TE_FLOAT16) {
-    widen<fp16, kColumns>(narrow<fp16, kColumns>(out), out);
-  }
+template <int kMost>
+void launch_amaxes(const char* op, te_dtype from, const Items<RangeAmaxes, kMost>& items, uint32_t blocks, bool raises,
+                   te_stream stream) {
+  dispatch_float(from, op, "range.x", [&](auto t) {
+    range_amax_kernel<decltype(t), kMost><<<blocks, kThreads, 0, cudaStream_t(stream)>>>(items, raises);
+  });
+  check_launch(op);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
-    range_amax_kernel(const __grid_constant__ Range range, const T* x, float* amaxes, bool tensor) {
-  __shared__ Shared shared;
-  if (!range.meets(blockIdx.x / range.tile_cols)) {
-    if (!tensor && threadIdx.x == 0) amaxes[blockIdx.x] = 0.f;
-    return;
-  }
-  Vector<T> values[kPasses];
-  load(range, x, values);
-  float largest = 0.f;
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    float each[kColumns];
-    rounded_floats(range, values[pass], each);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) largest = fmaxf(largest, fabsf(each[j]));
-  }
-  largest = block_max(largest, shared);
-  if (threadIdx.x > 0) return;
-  if (!tensor) {
-    amaxes[blockIdx.x] = largest;
-  } else if (largest > *const_cast<const volatile float*>(amaxes)) {  // non-negative floats compare like integers
-    atomicMax(reinterpret_cast<unsigned*>(amaxes), __float_as_uint(largest));
-  }
-}
-
-struct Target {
-  uint8_t* data;  // element (row, col) at data + row * pitch + col - offset
-  int64_t pitch, offset;
-  float* scale_inv;
-  int64_t scale_pitch;
-  bool blocks, has_scale_after, pow_2;
-  const float *scale, *amaxes;
-  float* amax;
-  float epsilon, max;
-
-  __device__ __forceinline__ float computed_scale(float value) const { return scale_of(value, epsilon, max, pow_2); }
-};
-
-// The scale of a block of threads' tile; also writes the outputs of the tile, or of the tensor.
-__device__ __forceinline__ float tile_scale(const Range& range, const Target& target) {
-  if (target.blocks) {
-    const float scale = target.computed_scale(target.amaxes[blockIdx.x]);
-    const int64_t row = blockIdx.x / range.tile_cols, col = blockIdx.x % range.tile_cols;
-    float* inverse = target.scale_inv + row * target.scale_pitch;
-    if (threadIdx.x == 0) inverse[col] = 1.f / scale;
-    const int64_t padding = range.tile_cols + threadIdx.x;
-    if (col == range.tile_cols - 1 && padding < target.scale_pitch) inverse[padding] = 0.f;
-    return scale;
-  }
-  const float scale = target.scale != nullptr ? *target.scale : target.computed_scale(*target.amaxes);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    target.scale_inv[0] = 1.f / scale;
-    if (target.has_scale_after) target.scale_inv[1] = scale;
-    if (target.amax != nullptr && target.amaxes != nullptr) {
-      const float before = *target.amax, found = *target.amaxes;
-      *target.amax = target.scale == nullptr || found > before ? found : before;
-    }
-  }
-  return scale;
-}
-
-template <class T, bool kE5m2>
-__global__ void __launch_bounds__(kThreads, 2)
-    range_cast_kernel(const __grid_constant__ Range range, const __grid_constant__ Target target, const T* x) {
-  const float scale = tile_scale(range, target);
-  if (!range.meets(blockIdx.x / range.tile_cols)) return;
-  Vector<T> values[kPasses];
-  load(range, x, values);
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const Spot spot(range, pass);
-    float v[kColumns];
-    rounded_floats(range, values[pass], v);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) v[j] *= scale;
-    const uint2 bytes =
-        make_uint2(to_fp8_word<kE5m2>(v[0], v[1], v[2], v[3]), to_fp8_word<kE5m2>(v[4], v[5], v[6], v[7]));
-    uint8_t* to = target.data + (spot.row * target.pitch + spot.col - target.offset);
-    if (spot.in_one(range)) {
-      *reinterpret_cast<uint2*>(to) = bytes;
-      continue;
-    }
-    uint8_t each[kColumns];
-    memcpy(each, &bytes, sizeof(each));
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      if (spot.has(range, j)) to[j] = each[j];
-    }
-  }
-}
-
-Range range_of(const te_quantize_range& range) {
-  const bool aligned = reinterpret_cast<uintptr_t>(range.x.data) % 16 == 0 && range.start % kColumns == 0;
-  const int64_t tile_cols = tiles_of(range.cols);
-  return {range.rows,
-          range.cols,
-          range.start,
-          range.x.cols,
-          tile_cols < 1 ? 1 : tile_cols,
-          range.rounded_to == range.x.dtype ? TE_FLOAT32 : range.rounded_to,
-          aligned && range.cols % kColumns == 0};
+template <int kMost>
+void launch_casts(const char* op, te_dtype from, te_dtype to, const Items<RangeCast, kMost>& items, uint32_t blocks,
+                  te_stream stream) {
+  dispatch_float(from, op, "range.x", [&](auto t) {
+    using T = decltype(t);
+    const auto kernel = to == TE_FLOAT8_E5M2 ? range_cast_kernel<T, true, kMost> : range_cast_kernel<T, false, kMost>;
+    kernel<<<blocks, kThreads, 0, cudaStream_t(stream)>>>(items);
+  });
+  check_launch(op);
 }
 
 }  // namespace
 
 void range_amax(const te_quantize_range& range, te_scaling scaling, const te_tensor& amaxes, te_stream stream) {
   const char* op = "te_quantize_range_amax";
-  const Range of = range_of(range);
-  note_width(of.wide || range.cols % kColumns != 0, range.cols % kColumns == 0);
-  const bool tensor = scaling == TE_SCALING_TENSOR;
-  auto* out = static_cast<float*>(amaxes.data);
-  if (tensor) check_cuda(cudaMemsetAsync(out, 0, sizeof(float), cudaStream_t(stream)), op);
-  const int64_t tiles = tiles_of(range.rows) * tiles_of(range.cols);
-  if (tiles == 0) return;
-  dispatch_float(range.x.dtype, op, "range.x", [&](auto t) {
-    using T = decltype(t);
-    range_amax_kernel<T><<<grid_of(op, tiles), kThreads, 0, cudaStream_t(stream)>>>(
-        of, static_cast<const T*>(range.x.data), out, tensor);
-  });
-  check_launch(op);
+  const RangeAmaxes one = amaxes_of(range, scaling, amaxes);
+  if (one.tensor) check_cuda(cudaMemsetAsync(one.amaxes, 0, sizeof(float), cudaStream_t(stream)), op);
+  if (tiles_of(range) == 0) return;
+  launch_amaxes<1>(op, range.x.dtype, {1, {0}, {one}}, grid_of(op, tiles_of(range)), false, stream);
 }
 
 void range_cast(const te_quantize_range& range, const te_quantize_range_plan& plan, const te_tensor& data,
                 const te_tensor& scale_inv, te_stream stream) {
   const char* op = "te_quantize_range_cast";
-  const int64_t tiles = tiles_of(range.rows) * tiles_of(range.cols);
-  const bool blocks = plan.scaling == TE_SCALING_BLOCK_2D, e5m2 = data.dtype == TE_FLOAT8_E5M2;
-  if (tiles == 0 && blocks) return;  // the scale of a tensor without elements is written too
-  Range of = range_of(range);
-  const bool alone = data.rows == 1 && data.cols == range.x.cols;
-  const int64_t pitch = alone ? range.cols : data.row_pitch;
-  of.wide = of.wide && reinterpret_cast<uintptr_t>(data.data) % 8 == 0 && pitch % 8 == 0;
-  note_width(of.wide || range.cols % kColumns != 0, range.cols % kColumns == 0);
-  const Target target{static_cast<uint8_t*>(data.data),
-                      pitch,
-                      alone ? range.start : 0,
-                      static_cast<float*>(scale_inv.data),
-                      scale_inv.cols,
-                      blocks,
-                      scale_inv.cols == 2,
-                      plan.pow_2_scales != 0,
-                      static_cast<const float*>(plan.scale.data),
-                      static_cast<const float*>(plan.amaxes.data),
-                      static_cast<float*>(plan.amax.data),
-                      plan.amax_epsilon,
-                      fp8_max(e5m2)};
-  dispatch_float(range.x.dtype, op, "range.x", [&](auto t) {
-    using T = decltype(t);
-    const auto kernel = e5m2 ? range_cast_kernel<T, true> : range_cast_kernel<T, false>;
-    kernel<<<grid_of(op, tiles), kThreads, 0, cudaStream_t(stream)>>>(of, target, static_cast<const T*>(range.x.data));
+  if (!writes(range, plan)) return;
+  const uint32_t blocks = grid_of(op, tiles_of(range));
+  launch_casts<1>(op, range.x.dtype, data.dtype, {1, {0}, {cast_of(range, plan, data, scale_inv)}}, blocks, stream);
+}
+
+void range_list_amaxes(const te_quantize_range_list_problem& list, te_stream stream) {
+  const char* op = "te_quantize_range_list_amaxes";
+  for_floats([&](te_dtype from) {
+    for_amaxes(op, list, from, [&](const Items<RangeAmaxes, kMostItems>& items, uint32_t blocks) {
+      launch_amaxes(op, from, items, blocks, true, stream);
+    });
   });
-  check_launch(op);
+}
+
+void range_list_cast(const te_quantize_range_list_problem& list, te_stream stream) {
+  const char* op = "te_quantize_range_list_cast";
+  for_floats([&](te_dtype from) {
+    for (const te_dtype to : {TE_FLOAT8_E4M3, TE_FLOAT8_E5M2}) {
+      for_casts(op, list, from, to, [&](const Items<RangeCast, kMostItems>& items, uint32_t blocks) {
+        launch_casts(op, from, to, items, blocks, stream);
+      });
+    }
+  });
 }
 
 }  // namespace te::quantize::cuda

@@ -17,6 +17,9 @@ namespace te::quantize {
 void check_quantization(const char* op, const te_quantize_plan& plan, int64_t rows, int64_t cols, const te_tensor& like,
                         const te_quantized& out, const char* argument);
 
+// FP8 data whose rows start on multiples of 16 bytes, if present.
+void check_starts(const char* op, const char* argument, const te_tensor& data);
+
 void check_amax_parts(const char* op, const te_tensor& parts, const te_tensor& noop, const te_tensor& like);
 
 namespace cpu {
