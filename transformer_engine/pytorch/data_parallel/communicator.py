@@ -3,6 +3,7 @@ the current stream (on a CPU: the caller) after the collective. A group of one r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from transformer_engine.pytorch._internal.torch_private import (
+    current_raw_stream,
     group_store,
     group_timeout,
     make_nccl_premul_sum,
@@ -27,17 +29,29 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+@functools.cache
+def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """0 is the default stream, for which ExternalStream would make another one."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
 class Done:
     """The end of the work that the current stream has now: a collective of one rank, or a sum that has been made. Any
-    stream may wait for it; on a CPU nothing is left to wait for."""
+    stream may wait for it: what that stream itself does later comes after it anyway. On a CPU nothing is left to wait
+    for."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self.device, self.event = device, None
+        if device.type == "cuda":
+            self._stream, self.event = current_raw_stream(device), torch.cuda.Event()
+            self.event.record(stream_of(self._stream, device))
 
     def wait(self) -> None:
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+        if self.event is None:
+            return
+        stream = current_raw_stream(self.device)
+        if stream != self._stream:
+            stream_of(stream, self.device).wait_event(self.event)
 
     def is_completed(self) -> bool:
         return self.event is None or self.event.query()

@@ -16,7 +16,7 @@ from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.torch_private import current_raw_stream, disable_dynamo
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.buffers import Bucket, ParamAndGradBuffer
-from transformer_engine.pytorch.data_parallel.communicator import Done, Work
+from transformer_engine.pytorch.data_parallel.communicator import Done, Work, stream_of
 from transformer_engine.pytorch.data_parallel.layout import default_bucket_size
 from transformer_engine.pytorch.data_parallel.nan_check import NanCheck
 from transformer_engine.pytorch.data_parallel.order import DispatchOrder, GatherChain
@@ -245,7 +245,7 @@ class BucketGroup:
         current = current_raw_stream(self.device) if streams else 0
         for stream in streams:
             if stream != current:
-                torch.cuda.current_stream(self.device).wait_stream(_stream_of(stream, self.device))
+                stream_of(current, self.device).wait_stream(stream_of(stream, self.device))
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Starts the reduction if nothing has, and waits for it. Does nothing where the gradients are reduced.
@@ -370,11 +370,6 @@ def _wait_on(stream: torch.cuda.Stream | None, works: Sequence[Work]) -> None:
     with torch.cuda.stream(stream):
         for work in works:
             work.wait()
-
-
-def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """0 is the default stream, for which ExternalStream would make another one."""
-    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
 def has_partial_step(groups: Sequence[BucketGroup]) -> bool:
