@@ -195,8 +195,14 @@ class Found(dict):
 
     def __getitem__(self, name):
         every = super().__getitem__(name)
-        for rank, brought in enumerate(every):
-            assert not isinstance(brought, Raised), f"rank {rank}: {brought}"
+        if any(isinstance(brought, Raised) for brought in every):
+            raised = [  # in order: a worker that one rank left alone can make each one after it fail
+                f"{worker}, rank {rank}: {brought}"
+                for worker, results in self.items()
+                for rank, brought in enumerate(results)
+                if isinstance(brought, Raised)
+            ]
+            raise AssertionError("\n".join(raised))
         return every
 
 
