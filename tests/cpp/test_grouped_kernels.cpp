@@ -124,6 +124,9 @@ TEST(GroupedKernels, WhichWeightsAreStacked) {
   EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [&](auto& c) {
     for (const size_t g : {1, 2}) moved(c.weight_tensors[g], 40 * int64_t(g));  // a row more between them
   }));
+  for (const size_t g : {0, 1, 2}) {
+    EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [&](auto& c) { c.weight_tensors[g].row_pitch += 8; })) << g;
+  }
   EXPECT_FALSE(stacked(TE_GROUPED_FPROP, 24, [](auto& c) { std::swap(c.weight_tensors[0], c.weight_tensors[2]); }));
 }
 

@@ -61,6 +61,9 @@ inline int64_t step_of(const te_tensor* tensors, int32_t groups) {
 // for them in FPROP, and in DGRAD, which sums over rows, the weights end where boxes do.
 inline bool are_stacked(const te_grouped_gemm_problem& p) {
   const te_tensor& first = p.weights[0];
+  for (int32_t g = 1; g < p.groups; ++g) {
+    if (p.weights[g].row_pitch != first.row_pitch) return false;
+  }
   const int64_t bytes = first.rows * first.row_pitch * int64_t(te_dtype_bytes(first.dtype));
   return bytes > 0 && step_of(p.weights, p.groups) == bytes && first.rows * p.groups <= kMostRows &&
          (p.product == TE_GROUPED_FPROP || first.rows % sm90::kTileK == 0) &&
