@@ -1,5 +1,5 @@
-"""Frequencies of a client's own (Llama 3's scaling, a table from a file) in RotaryPositionEmbedding: the values stay,
-in float32, whatever is done to the model around them."""
+"""Frequencies of a client's own (Llama 3's scaling, a table from a file) in RotaryPositionEmbedding: casts, moves and
+copies of the model keep their values in float32."""
 
 import copy
 import io
