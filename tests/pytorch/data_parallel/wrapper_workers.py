@@ -126,6 +126,11 @@ def broadcasts(rank, ranks, sharded):
     ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sharded), module)
     ddp.broadcast_params()
     assert torch.equal(module.first.weight, build("plain").first.weight)
+    gaps = torch.nn.Linear(4, 4, bias=False)  # rows on a pitch, as those of FP8 weights
+    values = torch.arange(32.0, device=here()).view(4, 8) * (1 - rank)
+    gaps.weight = torch.nn.Parameter(values[:, :4])
+    DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sharded), gaps).broadcast_params()
+    assert torch.equal(gaps.weight, torch.arange(32.0, device=here()).view(4, 8)[:, :4])
 
 
 class Branches(torch.nn.Module):

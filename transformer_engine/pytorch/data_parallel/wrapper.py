@@ -243,13 +243,18 @@ class DistributedDataParallel(torch.nn.Module):
     def broadcast_params(self) -> None:
         """Every rank takes the weights of the first one, over the group of each parameter."""
         self._ready()
-        works = []
+        works, sent = [], []
         for buffer in self._all_buffers:
             for p in buffer.slots:
                 tensors = p._tensors().values() if hasattr(p, "_tensors") else [p.data]
-                works += [buffer.comm.broadcast(t) for t in tensors if t is not None]
+                for t in (t for t in tensors if t is not None):
+                    sent.append((t, t.contiguous()))  # gloo sends dense memory, whatever the strides
+                    works.append(buffer.comm.broadcast(sent[-1][1]))
         for work in works:
             work.wait()
+        for t, dense in sent:
+            if dense is not t:
+                t.copy_(dense)
         for buffer in self._all_buffers:
             torch.autograd.graph.increment_version(list(buffer.slots))
 
