@@ -13,15 +13,19 @@ from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimi
 
 from .cases import backward, batch, build
 from .optimizer_workers import OPTIMIZERS
+from .pitched_workers import bytes_of, ladder, loss_of
+
+HELD = {f"{recipe}, held": recipe for recipe in ("delayed", "current", "block")}  # rows in FP8, off 16 bytes
 
 
 def made(model, name, sharded, bucket_size):
     """The data of all ranks are the same, so that their number changes no gradient; a third of three times a gradient
     may be another number, so that two of three ranks bring zeros."""
-    module = build(model)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(2.0**-6)
+    module = ladder(HELD[model], True) if model in HELD else build(model)
+    if model not in HELD:
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(2.0**-6)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=dist.get_world_size() != 3,
@@ -37,10 +41,19 @@ def made(model, name, sharded, bucket_size):
 def train(model, module, ddp, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
-        backward(model, ddp, batch(model, 0, 0, step), module)
+        if model in HELD:
+            loss_of(HELD[model], ddp, 0, step).backward()
+        else:
+            backward(model, ddp, batch(model, 0, 0, step), module)
         if dist.get_world_size() == 3 and dist.get_rank():
             ddp.scale_gradients(0.0)
         optimizer.step()
+
+
+def weights_of(module):
+    """Bytes of those that are held in FP8."""
+    state = {n: p for n, p in module.state_dict().items() if isinstance(p, torch.Tensor)}
+    return {n: (bytes_of(p) if hasattr(p, "_gathered") else p).clone() for n, p in state.items()}
 
 
 def save(rank, folder, cases):
@@ -50,9 +63,9 @@ def save(rank, folder, cases):
         module, ddp, optimizer = made(model, name, True, 1100)
         train(model, module, ddp, optimizer, range(2))
         state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
-        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        dcp.save(state, checkpoint_id=f"{folder}/{model}, {name}")
         train(model, module, ddp, optimizer, range(2, 4))
-        found[name] = {n: p.clone() for n, p in module.state_dict().items() if isinstance(p, torch.Tensor)}
+        found[model, name] = weights_of(module)
     return found
 
 
@@ -62,11 +75,11 @@ def load(rank, folder, cases, sharded, bucket_size):
     for model, name in cases:
         module, ddp, optimizer = made(model, name, sharded, bucket_size)
         state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        dcp.load(state, checkpoint_id=f"{folder}/{model}, {name}")
         module.load_state_dict(state["model"])
         set_optimizer_state_dict(module, optimizer, state["optimizer"])
         train(model, module, ddp, optimizer, range(2, 4))
-        found[name] = {n: p.clone() for n, p in module.state_dict().items() if isinstance(p, torch.Tensor)}
+        found[model, name] = weights_of(module)
     return found
 
 
@@ -78,7 +91,7 @@ def fsdp2(rank, folder):
         adam.initialize_state(p)
     adam.param_groups[0]["step"] = 0  # as in one that has taken a step: what is not there is not loaded
     state = {"optimizer": get_optimizer_state_dict(module, adam)}
-    dcp.load(state, checkpoint_id=f"{folder}/fused_adam")
+    dcp.load(state, checkpoint_id=f"{folder}/plain, fused_adam")
     set_optimizer_state_dict(module, adam, state["optimizer"])
     whole = {
         n: {name: value.full_tensor() for name, value in adam.state[p].items()} for n, p in module.named_parameters()

@@ -10,7 +10,9 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from transformer_engine.pytorch.data_parallel.optimizer import DistributedOptimizer
 
+from . import pitched_workers
 from .cases import backward, batch, build, each, own_part, raised, reference
+from .pitched_workers import WAYS
 from .wrapper_workers import WIDE
 
 STEPS = 4
@@ -47,12 +49,6 @@ def sgd(params):
 
 
 OPTIMIZERS = {f.__name__: f for f in (fused_adam, remainders, fused_sgd, damped_sgd, adamw, adam, sgd)}
-WAYS = {
-    "whole": {},
-    "sharded": {"use_distributed_optimizer": True},
-    "gathers overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True, "debug": True},
-    "by group": {"use_distributed_optimizer": True, "overlap_param_gather": True},
-}
 
 
 def grid():
@@ -333,6 +329,6 @@ OTHERS = {
 
 def everything(rank, ranks):
     """{case: its traceback, or ''}."""
-    cases = {name: (steps, case) for name, case in grid().items()}
+    cases = {name: (steps, case) for name, case in grid().items()} | pitched_workers.CASES
     cases |= {name: (case, ()) for name, case in OTHERS.items()}
     return each(rank, ranks, cases)

@@ -15,10 +15,11 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.data_parallel.flat_shard import FlatShard, boxes
 
 from .cases import build
-from .file_workers import fsdp2, load, save
+from .file_workers import HELD, fsdp2, load, save
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 CASES = [("plain", "fused_adam"), ("main_grad", "remainders"), ("plain", "fused_sgd"), ("plain", "adamw")]
+CASES += [(model, "fused_adam") for model in HELD]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -86,7 +87,7 @@ def test_the_unsharded_optimizer_and_fsdp2_take_it(saved):
         adam.initialize_state(p)
     adam.param_groups[0]["step"] = 0  # as in one that has taken a step: what is not there is not loaded
     state = {"optimizer": get_optimizer_state_dict(module, adam)}
-    dcp.load(state, checkpoint_id=f"{folder}/fused_adam", no_dist=True)
+    dcp.load(state, checkpoint_id=f"{folder}/plain, fused_adam", no_dist=True)
     assert state["optimizer"]["param_groups"][0]["step"] == 2
     names = dict(module.named_parameters())
     assert any(bool(value.any()) for value in state["optimizer"]["state"]["first.weight"].values())

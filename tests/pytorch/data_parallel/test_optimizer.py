@@ -4,6 +4,7 @@ import pytest
 from ranks import at_most, on_ranks
 
 from .optimizer_workers import OTHERS, everything, grid
+from .pitched_workers import CASES
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -13,7 +14,7 @@ def two():
     return on_ranks(everything, at_most(2), ranks=at_most(2))
 
 
-@pytest.mark.parametrize("name", [*grid(), *OTHERS])
+@pytest.mark.parametrize("name", [*grid(), *OTHERS, *CASES])
 def test_two_ranks(two, name):
     for rank, got in enumerate(two):
         assert not got[name], f"rank {rank}: {got[name]}"

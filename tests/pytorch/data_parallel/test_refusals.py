@@ -70,10 +70,6 @@ def test_modules():
     shared["b"] = torch.nn.Parameter(shared["a"].detach()[4:])
     with refused(ValueError, "'a'", "'b'", "overlap in memory"):
         DistributedDataParallel(Config(), shared)
-    with te.quantized_model_init(enabled=True):
-        quantized = te.Linear(24, 32, device="cpu", params_dtype=torch.bfloat16)
-    with refused(NotImplementedError, "'weight'", "24 bytes", "a multiple of 16"):
-        DistributedDataParallel(Config(use_distributed_optimizer=True), quantized)
 
 
 def test_parameters_on_two_devices():

@@ -18,7 +18,8 @@ def memory(request):
 def test_rows_are_the_storages_and_the_law(memory, name):
     for rows, storages, law, _ in (rank[name] for rank in memory):
         total = sum(rows.values())
-        assert rows["gradient"] == pytest.approx(4, rel=0.01) and rows["parameter"] == pytest.approx(2, rel=0.01)
+        weights = 1 + 2 * workers.PITCHED if "off 16" in name else 2
+        assert rows["gradient"] == pytest.approx(4, rel=0.01) and rows["parameter"] == pytest.approx(weights, rel=0.01)
         assert total == pytest.approx(storages, rel=0.01)
         assert total == pytest.approx(law, rel=0.01)
 

@@ -204,7 +204,7 @@ def test_both_directions_of_fp8_weights_are_stepped(recipe, sharded):
         assert torch.equal(stepped, columns()) and not torch.equal(stepped, before)
 
 
-@pytest.mark.parametrize(("width", "sharded"), [(32, False), (32, True), (24, False)])
+@pytest.mark.parametrize(("width", "sharded"), [(32, False), (32, True), (24, False), (24, True)])
 @pytest.mark.parametrize("recipe", [Float8BlockScaling, Float8CurrentScaling])
 def test_fp8_weights_train_as_bf16_weights_that_each_forward_quantizes(recipe, width, sharded):
     """Also where rows are off 16 bytes: each weight that is held in FP8 is the quantized bf16 weight of the other."""

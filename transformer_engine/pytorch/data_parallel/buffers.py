@@ -1,5 +1,6 @@
 """Contiguous memory of parameters and gradients. param.main_grad is a view of the gradients' buffer; where the buffer
-is cut into shards, param.data is one of the parameters' buffer too, with the values that it had."""
+is cut into shards, param.data is one of the parameters' buffer too, with the values that it had. FP8 rows off 16 bytes
+stay where they are beside it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ class Bucket:
         self.own_grads = self.own_params = None
         if self.param_data is not None:
             self.own_grads, self.own_params = self.own_shard(self.grad_data), self.own_shard(self.param_data)
+        self.pitched = [self._pitched_shard(p, buffer.pitched[p]) for p in self.params_list if p in buffer.pitched]
         self.is_reducing = False
+
+    def _pitched_shard(self, param: torch.nn.Parameter, rows: fp8_weights.PitchedRows) -> fp8_weights.PitchedShard:
+        (begin, end), comm = self.buffer.where(param), self.buffer.comm
+        first, last = (min(max(at, begin), end) - begin for at in self.layout.shard(comm.rank, comm.size))
+        return fp8_weights.PitchedShard(rows, first, last)
 
     def own_shard(self, data: torch.Tensor) -> torch.Tensor:
         """This rank's slice of grad_data or param_data."""
@@ -68,6 +75,7 @@ class ParamAndGradBuffer:
         if config.use_distributed_optimizer:
             self.param_data = torch.zeros(self.numel, dtype=self.param_dtype, device=self.device)
         self.slots = {params[slot.param]: slot for slot in layout.slots}
+        self.pitched: dict[torch.nn.Parameter, fp8_weights.PitchedRows] = {}
         for param, slot in self.slots.items():
             self._place(param, slot.start, slot.end)
         self._params = list(self.slots)
@@ -88,7 +96,9 @@ class ParamAndGradBuffer:
         if self.param_data is not None:
             own = self.param_data[start:end]
             if fp8_weights.is_fp8(param):
-                fp8_weights.place(param, own)
+                rows = fp8_weights.place(param, own)
+                if rows is not None:
+                    self.pitched[param] = rows
                 return
             own = own.view(param.shape)
             own.copy_(param.data)
@@ -123,6 +133,8 @@ class ParamAndGradBuffer:
         if data is None or not param.numel():
             return None
         own = fp8_weights.raw_data(param) if fp8_weights.is_fp8(param) else param
+        if param in self.pitched:
+            return None if own.data_ptr() == self.pitched[param].rows.data_ptr() else "has moved to other memory"
         if own.data_ptr() != data.data_ptr() + start * data.element_size():
             return "has moved out of its buffer"
         return None

@@ -25,7 +25,6 @@ from transformer_engine.pytorch.data_parallel.report import Span, waiting
 from transformer_engine.pytorch.tensor.master_casts import ColumnsOfWeights
 
 OP = "BucketGroup"
-_FP8_NAN = 0x7F  # of E4M3 and of E5M2
 
 
 class GradState(Enum):
@@ -66,6 +65,7 @@ class BucketGroup:
         self.version = self._gathered_version = 0
         self.fp8_weights = [p for p in self.params_list if fp8_weights.is_fp8(p)]
         self._fp8_columns = ColumnsOfWeights(self.fp8_weights)
+        self._pitched = [weight for bucket in self.buckets for weight in bucket.pitched]
         self._gathers: list[Work] | None = None
         self._unwaited: list[Work] = []  # the same, for a group that is deleted before
         if self.comm.size > 1 and not self.comm.blocks_host(self.device):
@@ -297,7 +297,9 @@ class BucketGroup:
     def _spoil(self) -> None:
         for bucket in self.buckets:
             for other in bucket.other_shards(bucket.param_data):
-                other.fill_(_FP8_NAN if other.dtype is torch.uint8 else float("nan"))
+                other.fill_(fp8_weights.NAN if other.dtype is torch.uint8 else float("nan"))
+        for weight in self._pitched:
+            weight.spoil()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gathers the weights from the shards; waits for them unless they are overlapped. force_sync: waits in any
@@ -314,6 +316,7 @@ class BucketGroup:
             return
         self._gather_span = self.span("gather")
         self.readers = set()
+        self._move_pitched(fp8_weights.PitchedShard.pack)
         self._gathers = [self.comm.all_gather(bucket.param_data, bucket.own_params) for bucket in self.buckets]
         self._unwaited += self._gathers
         if force_sync or not self.config.overlap_param_gather:
@@ -339,6 +342,12 @@ class BucketGroup:
             else:
                 following.start_param_sync()
 
+    @torch.no_grad()
+    def _move_pitched(self, move: Callable[[fp8_weights.PitchedShard], None]) -> None:
+        """Of weights whose rows are off 16 bytes, between the buffer and their own memory."""
+        for weight in self._pitched:
+            move(weight)
+
     def _wait_for_gathers(self) -> None:
         if self._gathers is None:
             if self._gathered is not None and self._gathered.event is not None:
@@ -351,6 +360,7 @@ class BucketGroup:
         self._unwaited.clear()
         self._gathered_version = self.version
         if self.fp8_weights:
+            self._move_pitched(fp8_weights.PitchedShard.lay)
             self._fp8_columns.make()
         self._gathered = Done(self.device)
         if self._gathered.event is None:

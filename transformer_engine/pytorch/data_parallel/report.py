@@ -17,7 +17,9 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class LayoutRow(NamedTuple):
-    """Elements [start, end) of a buffer hold a parameter. shards: ranks that step a part of it, all if not sharded."""
+    """Elements [start, end) of a buffer hold a parameter. shards: ranks that step a part of it, all if not sharded.
+    pitch_bytes: the size of the weight's own memory where it has its bytes beside the buffer, as sharded FP8 weights
+    have whose rows are off 16 bytes; 0 for all others."""
 
     buffer: int
     bucket: int
@@ -28,6 +30,7 @@ class LayoutRow(NamedTuple):
     grad_dtype: torch.dtype
     expert: bool
     shards: tuple[int, ...]
+    pitch_bytes: int
 
 
 class LayoutReport(list):
@@ -39,19 +42,21 @@ class LayoutReport(list):
             kind = buffer.param_dtype, buffer.grad_dtype, buffer.expert
             for bucket in buffer.buckets:
                 for slot in bucket.layout.slots:
-                    name = buffer.names[buffer.params[slot.param]]
+                    param = buffer.params[slot.param]
+                    name, rows = buffer.names[param], buffer.pitched.get(param)
                     shards = tuple(range(buffer.comm.size))
                     if buffer.param_data is not None:
                         shards = tuple(rank for rank in shards if _meets(bucket.layout.shard(rank, len(shards)), slot))
-                    self.append(LayoutRow(number, bucket.bucket_id, name, slot.start, slot.end, *kind, shards))
+                    beside = 0 if rows is None else rows.nbytes
+                    self.append(LayoutRow(number, bucket.bucket_id, name, slot.start, slot.end, *kind, shards, beside))
 
     def __str__(self) -> str:
         lines = ["buffer bucket  start .. end  parameter  (weight, gradient)  ranks"]
         for row in self:
             kind = f"({_short(row.param_dtype)}, {_short(row.grad_dtype)}{', expert' if row.expert else ''})"
-            lines.append(
-                f"{row.buffer:>6} {row.bucket:>6}  {row.start} .. {row.end}  {row.name}  {kind}  {list(row.shards)}"
-            )
+            beside = f", and {row.pitch_bytes} bytes on a pitch" if row.pitch_bytes else ""
+            place = f"{row.buffer:>6} {row.bucket:>6}  {row.start} .. {row.end}  {row.name}"
+            lines.append(f"{place}  {kind}  {list(row.shards)}{beside}")
         return "\n".join(lines)
 
 
