@@ -26,28 +26,6 @@ def test_names_are_where_clients_look():
     assert te.optimizers.DistributedOptimizer is DistributedOptimizer
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"overlap_grad_reduce": 1}, ("'overlap_grad_reduce'", "1", "True or False")),
-        ({"bucket_size": True}, ("'bucket_size'", "True", "None or an int > 0")),
-        ({"bucket_size": 0}, ("'bucket_size'", "0")),
-        ({"num_buckets": 2.0}, ("'num_buckets'", "2.0")),
-        ({"num_buckets": 2, "bucket_size": 8}, ("'bucket_size' (8)", "'num_buckets' (2)", "one of them")),
-        ({"average_in_collective": True, "reproducible": True}, ("'average_in_collective'", "'reproducible'")),
-    ],
-)
-def test_configurations(options, words):
-    with refused(ValueError, "DistributedDataParallelConfig", *words):
-        Config(**options)
-
-
-def test_options_of_other_libraries_are_unknown():
-    for name in ("nccl_ub", "num_distributed_optimizer_instances", "param_name_patterns_for_fp32_local_accumulation"):
-        with pytest.raises(TypeError, match=name):
-            Config(**{name: True})
-
-
 def test_arguments():
     module = torch.nn.Linear(4, 4)
     with refused(TypeError, "'config'", "dict"):

@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any, TypeVar
 
 OP = "DistributedDataParallelConfig"
 _SIZES = ("bucket_size", "num_buckets")
+# Options of other libraries: the only value that is built, and a sentence on others.
+_NOT_BUILT: dict[str, tuple[Any, str]] = {
+    "num_distributed_optimizer_instances": (1, "one: each bucket is cut over all ranks of 'process_group'"),
+    "nccl_ub": (False, "False: buffers are the device's ordinary memory, which is not registered with NCCL"),
+    "param_name_patterns_for_fp32_local_accumulation": (
+        (), "none, and grad_reduce_in_fp32=True: main_grad of all parameters is float32"
+    ),
+    "fp4_param_gather": (False, "False: weights are gathered as FP8 bytes (quantized_model_init) or in their dtype"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        False, "False, and weights of current, delayed or 128x128 block scaling (quantized_model_init)"
+    ),
+}  # fmt: skip
+_Class = TypeVar("_Class", bound=type)
 
 
+def _refusing(cls: _Class) -> _Class:
+    """The signature stays: it has what can be chosen."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        for name, (done, instead) in _NOT_BUILT.items():
+            given = options.pop(name, done)
+            if type(given) is not type(done) or given != done:
+                raise NotImplementedError(
+                    f"{OP}: argument '{name}' is {given!r}, which is not built; wanted {instead}."
+                )
+        made(self, *args, **options)
+
+    cls.__init__ = init
+    return cls
+
+
+@_refusing
 @dataclasses.dataclass
 class DistributedDataParallelConfig:
     """grad_reduce_in_fp32: main_grad is float32, else it has the parameter's dtype (FP8 weights: their nominal one).
@@ -25,7 +59,10 @@ class DistributedDataParallelConfig:
     find_unused_parameters: a parameter without a gradient counts with zeros when the gradients are finished.
     debug: shards of other ranks are NaN from the step until they are gathered.
 
-    Errors: ValueError for a value of the wrong type and for options that contradict each other."""
+    Errors: ValueError for a value of the wrong type and for options that contradict each other; NotImplementedError,
+    with what to use in its place, for these of other libraries, unless they have the value that changes nothing:
+    num_distributed_optimizer_instances, nccl_ub, param_name_patterns_for_fp32_local_accumulation, fp4_param_gather,
+    reuse_grad_buf_for_mxfp8_param_ag."""
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = False

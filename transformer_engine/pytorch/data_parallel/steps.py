@@ -349,7 +349,8 @@ def steps_of(optimizer: Any, shards: list[list[Shard]], device: torch.device) ->
         raise NotImplementedError(
             f"{OP}: argument 'optimizer' is a {type(optimizer).__name__}, wanted one of "
             f"{', '.join(known.__name__ for known in _STEPS)}: shards of a parameter are stepped apart, which is right "
-            "only where each element is stepped by itself."
+            "only where each element is stepped by itself. Others, such as those of whole matrices, step main_grad of "
+            "a wrapper that shards nothing, after finish_grad_sync()."
         )
     if optimizer.state:
         raise ValueError(
