@@ -342,11 +342,12 @@ class BucketGroup:
             else:
                 following.start_param_sync()
 
-    @torch.no_grad()
     def _move_pitched(self, move: Callable[[fp8_weights.PitchedShard], None]) -> None:
         """Of weights whose rows are off 16 bytes, between the buffer and their own memory."""
-        for weight in self._pitched:
-            move(weight)
+        if self._pitched:
+            with torch.no_grad():
+                for weight in self._pitched:
+                    move(weight)
 
     def _wait_for_gathers(self) -> None:
         if self._gathers is None:
