@@ -1,7 +1,6 @@
 # The linear family on FP8 operands: linear, normalization_linear, activation_linear and layernorm_mlp are, bit for bit,
 # their ops' functions one after the other, for each way of scaling; what they keep for backward; recomputation; where
-# weight gradients go; torch.compile. Mutant: keep an operand's rowwise data too for the backward (save_layer() in
-# csrc/layer/save_rules.cpp) and test_linear turns red.
+# weight gradients go; torch.compile.
 import pytest
 import torch
 from fp8_products import RECIPES, product, spelled_out

@@ -1,8 +1,7 @@
 # Seams of the layer, each shown by a client of tests/layer: a chain of two grouped layers, a prologue and an epilogue
 # with tensors of their own in a chain, and a GEMM that does not add the bias. The oracle
 # of a chain is its layers done separately, to the bit.
-# Mutants: next_gradient (csrc/layer/backward.cpp) with a quantizer where groups are quantized; plan_recompute
-# (prepare_operand.cpp) having the prologue quantize there; with_used_scales leaving the policy as it is.
+# Mutant: plan_recompute (prepare_operand.cpp) having the prologue quantize where groups are quantized.
 import pytest
 import torch
 from support import assert_same_bits, randn, wide

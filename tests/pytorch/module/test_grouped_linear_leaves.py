@@ -1,10 +1,8 @@
 # te.GroupedLinear writes the gradients of hundreds of parameters to .grad without the engine's queue where this makes
 # no difference: hooks on a leaf, shared leaves and requests for some gradients get the engine's results; and no Python
-# runs for each group. Mutants of csrc/autograd: accumulate_in_leaves() without use_count, pre_hooks, post_hooks,
-# tensor_pre_hooks, a graph that is kept, anomaly mode, post_hooks of the node, or fits(), set_as_grad() without
-# requires_grad, SavedLeaves without released_: each turns tests here red. Its other conditions have no test here: hooks
-# after the sum run in both ways, a request for some gradients holds the nodes, and the engine uses one leaf for the
-# streams of a GPU.
+# runs for each group. Mutants of csrc/autograd: accumulate_in_leaves() without fits(), set_as_grad() without
+# requires_grad: each turns tests here red. Other conditions have no test here: hooks after the sum run in both ways, a
+# request for some gradients holds the nodes, and the engine uses one leaf for the streams of a GPU.
 import copy
 import gc
 import sys

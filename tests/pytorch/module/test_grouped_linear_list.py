@@ -1,8 +1,7 @@
 # te.GroupedLinear by a list of sizes, whose products go to te_gemm by addresses alone: the bits of a loop of Linears in
 # every dtype, with rows, buffers and weights that it takes and that it does not, one by one and by the grouped kernels;
-# and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row, an offset
-# in elements of another size, a bias of the first group, the first buffer's flags used for all, is_neg() not asked
-# (gemm_list.cpp), no note_written() (gemm_policy_grouped.cpp), or pieces without their distance (rows_view.cpp).
+# and gradients that are pieces of one allocation, each a tensor for itself. Mutants: a pitch of a single row
+# (gemm_list.cpp), no note_written() (gemm_policy_grouped.cpp).
 import pytest
 import torch
 from support import DTYPES, assert_same_bits, randn

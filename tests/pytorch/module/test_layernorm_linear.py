@@ -1,6 +1,4 @@
 # LayerNormLinear against its plain twin: values, every gradient, what is returned, what is kept, what is refused.
-# Mutant: LayerChain::backward (csrc/layer/backward.cpp) ignoring the gradient at the norm's output turns
-# test_matches_plain red.
 import pytest
 import torch
 from api_names import MODULES

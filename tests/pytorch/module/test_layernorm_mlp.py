@@ -1,6 +1,5 @@
 # LayerNormMLP against its plain twin: every activation, the residual keyword, what is kept for backward (never the
-# activation), what is refused. Mutant: save_layer() of csrc/layer/save_rules.cpp keeping the activation turns
-# test_never_keeps_the_activation red.
+# activation), what is refused.
 import itertools
 
 import pytest

@@ -1,6 +1,5 @@
 # A main_grad of the weight's 16-bit dtype where the product is of the other one, as under torch.autocast: it is summed
-# in float32 and rounded once. Mutant: targets handed to the product as they are (accumulate_any in
-# csrc/wgrad/wgrad_task.cpp) raises in the backward, copying back what is overwritten without its zero start turns
+# in float32 and rounded once. Mutant: copying back what is overwritten without its zero start turns
 # the overwriting cases red.
 import pytest
 import torch

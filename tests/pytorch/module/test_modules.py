@@ -1,6 +1,5 @@
 # The promises of every module with parameters: same bits run to run, torch.compile, autocast, meta device, state and
-# copies, misuse that leaves it whole. Other suites check the formulas. Mutant: leaving `autocast_all` out of Op::eager
-# (csrc/layer/op_registration.h) turns the autocast tests red.
+# copies, misuse that leaves it whole. Other suites check the formulas.
 import contextlib
 import copy
 

@@ -1,6 +1,5 @@
 # FP8 modules under offload: the bits of a run without, for each recipe, with recomputation, delayed weight gradients,
-# kept weights and captured layers. Mutant: restoring a part with its memory's first dtype (OffloadLayer::pop in
-# csrc/ops/offload.cpp; a scale read as bytes) turns these red.
+# kept weights and captured layers.
 import functools
 
 import pytest

@@ -1,6 +1,5 @@
 # The saved tensors of one layer: packed and unpacked, away and back as the views they were, moved once, and refused in
-# the wrong state. Mutant: restoring a view with its memory's first tensor's dtype (OffloadLayer::pop in
-# csrc/ops/offload.cpp) turns test_views_come_back_as_they_were red.
+# the wrong state.
 import pytest
 import torch
 from support import assert_same_bits, randn, refused

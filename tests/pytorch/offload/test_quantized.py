@@ -1,7 +1,6 @@
 # Quantized tensors under offload: class, dtype, shape, strides, scales, usages, shared memory and bits come back; one
-# buffer of many tensors leaves as one. Mutant: popping every part with its memory's first dtype (OffloadLayer::pop in
-# csrc/ops/offload.cpp; a scale restored as bytes) turns these red, and so does bringing a layer back for the first part
-# of a tensor alone (pop_saved in csrc/saved_hooks/saved_python.cpp); keeping a tensor below the threshold, together
+# buffer of many tensors leaves as one. Mutants: bringing a layer back for the first part of a tensor alone
+# (pop_saved in csrc/saved_hooks/saved_python.cpp) turns these red; keeping a tensor below the threshold, together
 # with the buffer that contains it, or leaving a bulk tensor's amax on its new memory, turns those of one buffer red.
 import gc
 

@@ -1,7 +1,6 @@
 # Offload beside everything else that keeps or makes tensors: each recipe with recomputation of every kind, delayed
 # weight gradients, graphs gone through twice, microbatches in flight, captured layers and pipelines, over two optimizer
-# steps: outputs, input and parameter gradients are the bits of a run without. Mutant: each view from its memory's start
-# (OffloadLayer::pop in csrc/ops/offload.cpp) turns these red.
+# steps: outputs, input and parameter gradients are the bits of a run without.
 import contextlib
 
 import pytest

@@ -1,7 +1,7 @@
 # backward_override: FP8 products forward, products of the parameters' dtype backward, bit for bit the plain backward of
 # the same operands (override_reference.py), and within float64's bounds; what is kept for it, what te.memory_plan and
-# te.explain say of it, and what is refused. Mutants: a gradient that is quantized all the same (gradient_quantizer),
-# or an activation that is not quantized again where its values are read (layer_backward), turn these red.
+# te.explain say of it, and what is refused. Mutant: an activation that is not quantized again where its
+# values are read (layer_backward) turns these red.
 import pytest
 import torch
 from support import addresses, assert_same_bits, assert_within, call_op, randn, refused, rounding, sum_error, wide

@@ -1,8 +1,7 @@
 # backward_override beside everything that changes when and of what a backward is taken: recomputation, kept and
 # quantized weights, main_grad, delayed weight gradients, autocast, copies, compiled calls: the bits of a module without
-# the option. Captured and offloaded modules are in graph/test_fp8.py and offload/test_fp8.py. Mutants: a run again by
-# the parameter in place of the kept FP8 copy (recompute_layer), a parameter that is not cast as its FP8 copy was
-# (layer_backward), or one that is held in FP8 alone kept itself (weight_values), turn these red.
+# the option. Captured and offloaded modules are in graph/test_fp8.py and offload/test_fp8.py. Mutant: a
+# parameter that is held in FP8 alone kept itself (weight_values) turns these red.
 import copy
 import itertools
 import random

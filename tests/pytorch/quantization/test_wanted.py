@@ -1,8 +1,7 @@
 # Gradients of some tensors alone, under every recipe: the requested ones are there, with the bits of a backward for
 # all. Mutants: ask for the gradient of a product's output only where a direction of it is read (layer_backward in
-# csrc/layer/backward.cpp), count a gradient that has left column sums alone as none (Incoming::any there), or let torch
-# sum the columns where the bias alone requires a gradient (gradient_quantizer in csrc/gemm/product.cpp), turn these
-# red.
+# csrc/layer/backward.cpp), or count a gradient that has left column sums alone as none (Incoming::any there), turn
+# these red.
 import itertools
 
 import pytest

@@ -1,8 +1,7 @@
 # Live rows of kept tensors: what was declared is found again at the tensor, at whatever lies over the same bytes with
 # as many rows, and at nothing else, as long as the memory lives; shapes whose live rows are no prefix, or that do not
-# say what a row is, are refused. Mutants: no look at the rows or the bytes (d.rows, d.bytes in
-# csrc/saved_hooks/saved_rows.cpp), and a storage that is known by its address alone (no weak reference in
-# csrc/saved_hooks/saved_storages.h) turn these red.
+# say what a row is, are refused. Mutant: a storage that is known by its address alone (no weak
+# reference in csrc/saved_hooks/saved_storages.h) turns these red.
 import pytest
 import torch
 from support import randn, refused

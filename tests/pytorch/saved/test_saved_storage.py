@@ -1,7 +1,5 @@
 # The replacement of a saved tensor: versions, storages that are resized, views of one storage, memory that was let go,
-# quantized tensors part by part. Mutants: offering a storage for each view (no look into memory_ in
-# StorageHandler::memory_of, csrc/saved_hooks/saved_tensor_hooks.cpp), sharing one that was let go (there() there), a
-# view from its memory's start (saved.offset there) turn these red.
+# quantized tensors part by part.
 import pytest
 import torch
 from quantized_cases import FORMATS

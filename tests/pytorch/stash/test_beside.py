@@ -1,7 +1,6 @@
 # A stash beside calls outside of its steps: probes, validations, warm-ups of captures, graphs that stay, a loop without
-# reset(). Each leaves the running step as it was. Mutants of csrc/stash: a probe that passes by the schedule
-# (step_of_call()), a backward outside of a step that is let through (refuse_backward()), a store before a group's own
-# backward, records kept for ever (forget_records()): each turns tests red.
+# reset(). Each leaves the running step as it was. Mutants of csrc/stash: a store before
+# a group's own backward, records kept for ever (forget_records()): each turns tests red.
 import contextlib
 import gc
 

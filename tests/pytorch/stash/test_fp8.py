@@ -1,8 +1,8 @@
 # Groups in FP8, whose rows after the live ones hold other values: each module under each recipe gives the gradients of
 # a run that keeps everything, bit for bit, however many rows are alive. A backward that quantizes an operand again uses
 # the forward's scales: the scale of a whole tensor is kept; of a block of 128 rows, the block's other rows leave too.
-# Mutants: no scales kept of groups (HostGroups), no rows after the live ones (TrailingRows in LayerChain::forward), a
-# kept operand that is taken for one that is quantized again: each turns tests red.
+# Mutants: no scales kept of groups (HostGroups), a kept operand that is taken for one that is quantized again: each
+# turns tests red.
 import copy
 
 import pytest

@@ -1,9 +1,9 @@
 # Groups: gradients through pages are the bits of a run that keeps everything, for modules of ours, whose nodes say
 # themselves what they keep by tokens, and for torch's own operations that declare their tensors. In every step what the
 # groups let go is overwritten before the backward, and the bytes taken are those of the live rows. Mutants: no tail
-# (TE_STASH_TAIL_KEEP for all in stash_api.cpp), originals that are held (no let_go), a region from its piece's start,
-# a shared storage that is taken once for two groups, members of a dropped group left in the pool, ~Stashed that leaves
-# its piece the memory, live counts that a group leaves behind (no close()): each turns tests red.
+# (TE_STASH_TAIL_KEEP for all in stash_api.cpp), a region from its piece's start, a shared storage that is taken once
+# for two groups, members of a dropped group left in the pool, ~Stashed that leaves its piece the memory: each turns
+# tests red.
 import gc
 import weakref
 

@@ -1,7 +1,7 @@
 # Rare uses of a stash: names of classes of their own, groups of a stash that is closed or that was dropped, handles of
-# steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc/stash: is_neg() not asked in
-# is_stashable() (stash_api.cpp), no look at the microbatch in backward() (stash_schedule.cpp), nothing stored after a
-# load that keeps (stash_pool.cpp): each turns tests red.
+# steps before, tensors that are dropped between a group and its scheduler. Mutants of csrc/stash: no look at the
+# microbatch in backward() (stash_schedule.cpp), nothing stored after a load that keeps (stash_pool.cpp): each turns
+# tests red.
 import enum
 import gc
 import weakref

@@ -1,6 +1,5 @@
 # Uses that a stash refuses: each has an outcome with a name, the step after it is whole, and nothing is ever silently
-# another value. Mutant: a tensor inside of a counted one that has a counter of its own (no look at enclosing->offset in
-# csrc/stash/stash_tensors.cpp) turns tests red.
+# another value.
 import gc
 import math
 

@@ -1,8 +1,7 @@
 # The schedulers' duties one by one, by the log of the work on the streams; pipelines of one rank, recorded and from
-# _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: a group
-# that leaves although its own backward is next (next() in StashStep::after_forward()), no load ahead, after a forward
-# or a backward, one for a forward that is next, originals that are freed a group later (free_leaving), an entry that is
-# not noted, a handle by its group's name alone: each turns tests red.
+# _order, whose peak is the one that the plan replays; and generated orders of forwards and backwards. Mutants: no
+# load ahead after a backward, originals that are freed a group later (free_leaving), a handle by its group's name
+# alone: each turns tests red.
 import pytest
 from hypothesis import given as generated
 from hypothesis import settings

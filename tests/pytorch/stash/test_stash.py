@@ -1,8 +1,7 @@
 # Handles: tensors go into pages by their live rows and come back bit for bit, whatever they are and however many of
 # their rows are alive. The bytes taken are asserted to be the live ones, and the originals are overwritten before the
 # reload. Mutants: originals that are held instead of copied (no clone() in csrc/stash/stash_api.cpp before there is a
-# pool), a count that is ignored (unit_rows left out of stash_member_of()), keep that is not passed on
-# (StashCalls::load()): each turns tests red.
+# pool), a count that is ignored (unit_rows left out of stash_member_of()): each turns tests red.
 import copy
 import gc
 import weakref
