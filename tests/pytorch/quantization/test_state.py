@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fp8_steps import all_scales, assert_same_tensors, new, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -339,3 +340,25 @@ def test_damage_anywhere_is_named_or_harmless(at, value, cut):
 
 def test_an_update_of_nothing_is_nothing():
     update([])
+
+
+def test_dcp_loads_into_a_module_that_has_run(device, tmp_path):
+    """Its _extra_state has the size of the saved one, whatever the histories hold."""
+    saved = te.Linear(32, 32, device=device)
+    for scale in (1.0, 8.0, 64.0):
+        with te.autocast(recipe=DelayedScaling()):
+            saved(randn(16, 32, device=device, scale=scale)).sum().backward()
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for forwards in (0, 1):
+        module = te.Linear(32, 32, device=device)
+        for _ in range(forwards):
+            with te.autocast(recipe=DelayedScaling()):
+                module(randn(16, 32, device=device))
+        state = {"model": module.state_dict()}
+        if not forwards:
+            with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
+                dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+            continue
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        module.load_state_dict(state["model"])
+        assert_same_bits(module.get_extra_state(), saved.get_extra_state())
