@@ -75,6 +75,7 @@ def fused_class(decoder_layer):
             )
             self.rotary = te.RotaryPositionEmbedding(head_dim)  # float32 after any cast of the model
             self.rotary.register_buffer("inv_freq", inv_freq.to(device, torch.float32, copy=True), persistent=False)
+            self.register_load_state_dict_pre_hook(_load_their_names)
 
         def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **options):
             if past_key_values is not None:
@@ -115,6 +116,18 @@ def fused_class(decoder_layer):
             pass
 
     return FusedLayer
+
+
+def _load_their_names(layer, state, prefix, *_):
+    """load_state_dict() also takes a file of save_pretrained(): transformers' Trainer resumes from one, and only warns
+    of names that do not fit."""
+    found = {}
+    for theirs, ours, _ in WEIGHTS:
+        found.setdefault(f"{prefix}layer.{ours}", []).append(prefix + theirs)
+    for ours, theirs in found.items():
+        if ours not in state and all(name in state for name in theirs):
+            parts = [state.pop(name) for name in theirs]
+            state[ours] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _new_layer(decoder_layer):

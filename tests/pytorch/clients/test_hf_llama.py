@@ -199,6 +199,30 @@ def test_saved_with_a_state_dict_that_was_gathered(device, tmp_path):
     close(logits(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(device), t), logits(fused, t))
 
 
+def test_a_saved_model_is_loaded_into_a_fused_one(device, tmp_path):
+    """As Trainer does to resume, and to end with its best model: a file with Hugging Face's names, not strict."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    trained = fuse(model(device))
+    with torch.no_grad():
+        for p in trained.parameters():
+            p.add_(torch.randn_like(p))
+    trained.save_pretrained(tmp_path)
+    for again in (fuse(model(device)), copy.deepcopy(fuse(model(device)))):
+        for state in (load_file(tmp_path / "model.safetensors"), trained.state_dict()):
+            with torch.no_grad():
+                for p in again.parameters():
+                    p.zero_()
+            missing, unexpected = again.load_state_dict(state, strict=False)
+            assert not missing and not unexpected
+            for (name, got), want in zip(again.named_parameters(), trained.parameters(), strict=True):
+                assert_same_bits(got.detach(), want.detach(), name)
+    part = load_file(tmp_path / "model.safetensors")
+    del part["model.layers.1.mlp.up_proj.weight"]
+    missing, unexpected = again.load_state_dict(part, strict=False)
+    assert missing == ["model.layers.1.layer.layernorm_mlp.fc1_weight"]
+    assert unexpected == ["model.layers.1.mlp.gate_proj.weight"]
+
+
 def test_unfused_equals_the_original(device):
     plain = model(device).eval()
     wanted = {name: p.detach().clone() for name, p in plain.named_parameters()}
