@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from families import EVERY_FAMILY, FAMILIES, build, inputs_of, loss_of, train
+from families import BATCH, EVERY_FAMILY, FAMILIES, SEQ, build, inputs_of, loss_of, train
 from plain_modules import as_tuple, run
 from support import assert_same_bits, in_threads
 
@@ -50,6 +50,21 @@ def test_compiled_once_for_any_length(device, name):
         with torch.compiler.set_stance("default" if seq == 5 else "fail_on_recompile"):
             got = run(module, *inputs, call=lambda _, *given: compiled(*given))
         same_bits(got, run(module, *inputs), f"{name} [{seq}, {batch}]")
+
+
+# ---- torch.jit.trace ----
+
+
+@really_every_family
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore")  # attention warns that its kernel is the one of the sample
+def test_a_trace_computes_with_other_values(device, name, grad):
+    """A trace has what went through the dispatcher; from a call that went past it, it would return empty memory."""
+    module = build(name, device)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(module, tuple(inputs_of(name, device)), check_trace=False)
+        for inputs in (inputs_of(name, device), inputs_of(name, device, seq=SEQ + 3, batch=BATCH)):
+            assert_same_bits(traced(*inputs), module(*inputs), name)
 
 
 # ---- copies and files ----

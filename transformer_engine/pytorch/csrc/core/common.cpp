@@ -149,7 +149,9 @@ void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, 
 
 bool must_dispatch(at::ArrayRef<const Tensor*> tensors) {
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return true;
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  static const c10::DispatchKeySet tracing(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::Tracer});
+  if (c10::impl::tls_local_dispatch_key_set().included_.has_any(tracing)) return true;
   // Functionality keys only: a backend key such as Meta would add the Dense bit, which every tensor has.
   static const c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   for (const Tensor* t : tensors) {

@@ -66,7 +66,7 @@ void check_float(const Tensor& t, const char* op, const char* argument);
 void check_last_dim(const Tensor& t, const c10::SymInt& wanted, const char* op, const char* argument);
 
 // Whether a call has to go through the dispatcher: under a TorchDispatchMode (such as FakeTensorMode), under functorch,
-// or with a tensor subclass as an argument.
+// under torch.jit.trace, or with a tensor subclass as an argument.
 bool must_dispatch(at::ArrayRef<const Tensor*> tensors);
 
 inline const Tensor* pointer_to(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
