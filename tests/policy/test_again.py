@@ -3,10 +3,9 @@ import csv
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from scripts import run_script
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 FAKE = """
@@ -31,12 +30,9 @@ def again(tmp_path):
     (tmp_path / "bench_peers.py").write_text("import sys\n\ndef main():\n    sys.exit('peers failed')")
 
     def run(*options, commit="abc1234", bench="bench_fake.py"):
-        command = [sys.executable, BENCHMARKS / "again.py", "--results", tmp_path / "rows", bench, *options]
-        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
-        paths = {"PYTHONPATH": str(tmp_path), "TE_COMMIT": commit}
-        return subprocess.run(
-            [*map(str, command), "--device", "cpu"], env=inherited | paths, capture_output=True, text=True
-        )
+        arguments = ("--results", tmp_path / "rows", bench, *options, "--device", "cpu")
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "TE_COMMIT": commit}
+        return run_script(BENCHMARKS / "again.py", *arguments, env=env)
 
     def measured():
         path = tmp_path / "rows/cpu.csv"
@@ -100,9 +96,10 @@ for bench in (bench_gemm_fp8, bench_linear, bench_mlp, bench_transformer, bench_
 """
 
 
-def test_a_gpus_cases_are_asked_for_on_a_cpu():
+def test_a_gpus_cases_are_asked_for_on_a_cpu(tmp_path):
     """Without memory: on the meta device. A wrong loop over a GPU's shapes is found here first."""
-    env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(BENCHMARKS), "TE_COMMIT": "abc1234"}
-    done = subprocess.run([sys.executable, "-c", CASES_OF_A_GPU], env=env, capture_output=True, text=True)
+    script = tmp_path / "cases.py"
+    script.write_text(CASES_OF_A_GPU)
+    done = run_script(script, env=os.environ | {"PYTHONPATH": str(BENCHMARKS), "TE_COMMIT": "abc1234"})
     assert done.returncode == 0, done.stderr
     assert "bench_tune 5 layernorm_mlp_tuned" in done.stdout and "bench_transformer 18 " in done.stdout, done.stdout

@@ -12,6 +12,7 @@ import sys
 import weakref
 
 import pytest
+from scripts import run_script
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.csv"))
@@ -266,7 +267,8 @@ bench.finish()
 def test_harness_writes_rows_that_hold(tmp_path):
     script = tmp_path / "bench_harness.py"
     script.write_text(HARNESS.format(folder=str(BENCHMARKS)))
-    done = run(script, "--device", "cpu", "--results", tmp_path, TE_COMMIT="abc1234")
+    env = os.environ | {"TE_COMMIT": "abc1234"}
+    done = run_script(script, "--device", "cpu", "--results", tmp_path, env=env)
     assert done.returncode == 1 and "broken: 5 rmsnorm fp32 4x8 forward" in done.stderr, done.stderr
     content = rows.load(tmp_path / "cpu.csv")
     assert rows.faults(content) == []
@@ -372,8 +374,8 @@ def test_no_gauge_without_a_gpu():
     ],
 )
 def test_new_rows_run_on_a_cpu(script, only, tmp_path):
-    done = run(BENCHMARKS / script, "--device", "cpu", "--samples", "1", "--only", only, "--results", tmp_path,
-               TE_COMMIT="abc1234")  # fmt: skip
+    options = ("--device", "cpu", "--samples", "1", "--only", only, "--results", tmp_path)
+    done = run_script(BENCHMARKS / script, *options, env=os.environ | {"TE_COMMIT": "abc1234"})
     assert done.returncode == 0, done.stderr
     content = rows.load(tmp_path / "cpu.csv")
     assert rows.faults(content) == [] and {row["timing"] for row in content} <= {"sustained", ""}
