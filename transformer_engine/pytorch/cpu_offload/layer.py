@@ -51,7 +51,7 @@ class Engines:
 
 
 class ReadyMark(NamedTuple):
-    """A point at which a storage was complete. The reference makes sure that its address was not reused."""
+    """A point at which a storage was complete. As long as the reference is held, no other storage has its address."""
 
     number: int
     storage: StorageWeakRef
@@ -251,7 +251,7 @@ class OffloadableLayerState(StorageHandler):
         """The number of the mark; -1 without one, or if a tensor was written after it: then the copy waits for the
         whole layer."""
         mark = self._ready_marks.get(memory.tensor.untyped_storage()._cdata)
-        if mark is None or mark.storage.expired() or not memory.watched:
+        if mark is None or not memory.watched:
             return -1
         return mark.number if all(version == mark.version for _, version in memory.watched) else -1
 
