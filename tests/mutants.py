@@ -59,7 +59,7 @@ def mutated(mutant, text):
 def run_test(repo, site, test):
     """Whether the test passes over the package in `site`, and the end of its output."""
     if test.endswith(".cpp"):
-        command = [str(repo / "build/engine/tests/cpp" / Path(test).stem), "--gtest_brief=1"]
+        command = [str(repo / "build/engine/tests/cpp" / Path(test).stem), "--gtest_brief=1", "--gtest_fail_fast"]
     else:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(site)}

@@ -63,6 +63,9 @@ def test_layouts(device):
     assert not leaf.is_contiguous() and not spread.is_contiguous()
     check(leaf, spread, dy, "swiglu")
     check(leaf, spread, dy.T.contiguous().T, "swiglu")
+    negated = torch._neg_view(-scale.detach()).requires_grad_()
+    assert negated.is_neg() and negated.is_contiguous()
+    check(x, negated, dy, "swiglu")
 
 
 @pytest.mark.parametrize("wanted", ["x", "scale"])

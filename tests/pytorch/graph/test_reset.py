@@ -72,6 +72,24 @@ def test_a_captured_module_is_not_captured_again(device):
         capture(module, device)
 
 
+def test_a_move_that_fails_halfway(device):
+    """Some parameters are elsewhere then, and the graphs read the old ones."""
+    module = build(linear, device)
+    capture(module, device)
+    moved = []
+
+    def move(t):
+        if moved:
+            raise MemoryError("no room")
+        moved.append(t.clone())
+        return moved[0]
+
+    with pytest.raises(MemoryError, match="no room"):
+        module._apply(move)
+    with refused(RuntimeError, "Linear", "a conversion or a move", "reset()", "capture again"):
+        module(tokens(device))
+
+
 def test_reset_frees_the_static_tensors(device):
     module = build(mlp, device)
     capture(module, device)

@@ -274,3 +274,13 @@ def test_a_gradient_for_the_next_captured_backward_is_not_copied(device, reuse):
     assert seen == [graphed[2].record.backward_graph.grad_inputs[0].data_ptr()]
     assert consumer_of(graphed[1]._runner, first.grad_fn) is graphed[0].record
     assert consumer_of(graphed[2]._runner, first.grad_fn) is None
+
+
+def test_a_result_that_nothing_reads_has_no_gradient(device):
+    """Not that of the call before."""
+    x = torch.ones(4, device=device, requires_grad=True)
+    graphed = te.make_graphed_callables(lambda x: (x * 2, x * 3), (x,))
+    for wanted, factor in (((0, 1), 5), ((0,), 2), ((1,), 3)):
+        y = graphed(x)
+        (grad,) = torch.autograd.grad(sum(y[i].sum() for i in wanted), x)
+        assert (grad == factor).all()

@@ -81,6 +81,12 @@ def test_delayed_weight_gradients_out_of_turn(device):
     with refused(RuntimeError, "Linear", "backward_dw()", "'_order'"):
         module(x.clone().requires_grad_())
     module.drop_backward_dw()
+    module.eval()
+    module(x)
+    module.train()
+    module(x.clone().requires_grad_())  # a replay, after which an eager run is over
+    with refused(RuntimeError, "Linear", "backward_dw()", "no backward delayed"):
+        module.backward_dw()
     assert_same_step(step(module, x, 1), step(eager, x, 1))
     for m in (module, eager):
         m.backward_dw()

@@ -1,7 +1,7 @@
 # te.GroupedLinear, work that is done once for hundreds of experts: .grad is given without autograd's nodes, leaves are
 # kept with their versions alone, attributes of parameters are read from their own __dict__. The results do not differ:
-# gradients, errors, hooks and attributes equal torch's. Mutants: `watched` never true;
-# is_plain true of any class, or without tp_getattro.
+# gradients, errors, hooks and attributes equal torch's. Mutants: `watched` never true; is_plain true of any class, or
+# without tp_getattro.
 import pytest
 import torch
 from support import assert_same_bits, randn, saved_tensors

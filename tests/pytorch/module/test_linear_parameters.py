@@ -89,6 +89,18 @@ def test_noop_cat_copies_what_lies_apart(device):
         noop_cat([])
 
 
+def test_parts_with_versions_of_their_own_are_watched(device):
+    """As a load or a move leaves parts that are adjacent: the joined weight has the version of the first one alone."""
+    base = randn(8, 6, device=device)
+    parts = [torch.nn.Parameter(base.data[:3]), torch.nn.Parameter(base.data[3:])]
+    joined = noop_cat(parts)
+    assert joined.data_ptr() == parts[0].data_ptr()
+    with torch.no_grad():
+        parts[1].add_(1)
+    with refused(RuntimeError, "noop_cat", "part 1", "modified in place"):
+        joined.sum().backward()
+
+
 def test_bad_splits_are_named():
     for split, words in (
         (["a", "b", "c", "d", "e"], ("5 names", "24")),

@@ -262,3 +262,70 @@ def test_a_mark_covers_complete_memory(case, small, device):  # noqa: F811
         t = randn(100, device=device)
     saved = state.push_tensor(t)
     assert (state._ready_mark_of(saved.memory) >= 0) == (case in ("whole", "base"))
+
+
+@pytest.mark.parametrize("end", ["read", "given up"])
+def test_a_mark_ends_with_the_use_of_its_layer(end, small, device):  # noqa: F811
+    """Its memory lives on, and the next copy of it waits for what is computed until then."""
+    t, state = randn(100, device=device), OffloadableLayerState()
+    state.mark_ready([t])
+    saved = state.push_tensor(t)
+    if end == "read":
+        state.start_offload()
+    else:
+        state.release_all_memory()
+    del saved
+    assert state.state == "not_offloaded"
+    again = state.push_tensor(t)
+    assert state._ready_mark_of(again.memory) == -1
+
+
+def test_what_was_given_up_is_counted_no_more(small, device):  # noqa: F811
+    state, t = OffloadableLayerState(), randn(100, device=device)
+    old = state.push_tensor(t)
+    state.start_offload()
+    state.release_all_memory()
+    saved = state.push_tensor(t)
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    del old
+    assert state.state == "offload_finished" and not state.empty
+    state.start_reload()
+    assert_same_bits(state.pop_tensor(saved), t)
+
+
+@pytest.mark.parametrize("how", ["read", "dropped"])
+def test_memory_that_comes_back_is_used_after_its_copy(how, small, device):  # noqa: F811
+    """By a reader, or by whatever gets the memory of a tensor that is not wanted any more."""
+    wait, reloaded = 1, 16
+    engines = Engines(trace=True)
+    state = OffloadableLayerState(engines=engines)
+    saved = [state.push_tensor(randn(100, device=device)) for _ in range(2)]
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    state.start_reload()
+    ((_, engine),) = engines
+    before = len(engine.trace())
+    if how == "read":
+        state.pop_tensor(saved[0])
+    else:
+        saved.pop()
+    assert [row[:2] for row in engine.trace()[before:]] == [(wait, reloaded)]
+
+
+def test_the_end_of_a_backward_frees_what_came_back(small, device):  # noqa: F811
+    """Also where its tensors are wanted by a later backward."""
+    state, t = OffloadableLayerState(), randn(100, device=device)
+    saved = state.push_tensor(t)
+    for _ in range(2):
+        if state.state == "not_offloaded":
+            state.start_offload()
+            state.release_activation_forward_gpu_memory()
+        state.start_reload()
+        back = state.pop_tensor(saved)
+        assert_same_bits(back, t)
+        memory = StorageWeakRef(back.untyped_storage())
+        del back
+        assert not memory.expired()
+        state.finish_backward()
+        assert memory.expired() and state.state == "offload_finished"

@@ -268,6 +268,49 @@ def test_weights_that_overlap(device):
     trained(alone, 1)
 
 
+def test_memory_side_by_side(device):
+    """Neither a gradient right before its weight overlaps it, nor one right behind it."""
+    whole = torch.randn(24, device=device)
+    params = [torch.nn.Parameter(whole[:8]), torch.nn.Parameter(whole[16:])]
+    params[0].grad, params[1].grad = whole[8:16], torch.ones(8, device=device)
+    FusedAdam(params).step()
+    params[1].grad = whole[8:16]
+    FusedAdam(params[1:]).step()
+
+
+def test_lists_that_overlap_after_a_step(device):
+    """The memory of a step that passed is compared no more, but any other memory is: of lists that begin at the same
+    places, and of the former lists after a refusal."""
+    whole, grads = torch.randn(24, device=device), torch.randn(24, device=device)
+    moments = torch.zeros(2, 24, device=device)
+    a, b = torch.nn.Parameter(whole[:8]), torch.nn.Parameter(whole[8:20])
+    optimizer = FusedAdam([a, b])
+
+    def size(n):
+        a.data, a.grad = whole[:n], None
+        a.grad, b.grad = grads[:n], torch.ones_like(b)
+        optimizer.state[a] = {"exp_avg": moments[0, :n], "exp_avg_sq": moments[1, :n]}
+
+    for parameter in (a, b):
+        optimizer.initialize_state(parameter)
+    size(8)
+    optimizer.step()
+    size(12)
+    with refused(ValueError, "overlap", "param"):
+        optimizer.step()
+    size(8)
+    a.grad = moments[0, :8]
+    with refused(ValueError, "overlap", "grad"):
+        optimizer.step()
+    size(8)
+    former, optimizer.state[a]["exp_avg"] = optimizer.state[a]["exp_avg"], optimizer.state[b]["exp_avg"][:8]
+    with refused(ValueError, "overlap", "exp_avg"):
+        optimizer.step()
+    optimizer.state[a]["exp_avg"], a.grad = former, former
+    with refused(ValueError, "overlap", "grad"):
+        optimizer.step()
+
+
 def test_a_gradient_that_is_its_weight(device):
     (p,) = parameters(device, sizes=(4,))
     p.grad = p.detach()

@@ -169,6 +169,9 @@ def test_versions_move(device):
     before = given[1][0]._version
     functional.optimizer_adam(*given, **OPTIONS)
     assert given[1][0]._version > before
+    before = given[0][0]._version
+    functional.optimizer_adam(*given, **OPTIONS, inv_scale=torch.ones(1, device=device))  # unscales them in place
+    assert given[0][0]._version > before
     x, y = torch.ones(4, device=device), torch.zeros(4, device=device)
     functional.optimizer_scale([x], [y], 2.0)
     assert (x._version, y._version) == (0, 1)

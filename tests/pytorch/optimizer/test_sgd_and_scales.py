@@ -76,7 +76,7 @@ def test_scale_reports_values_that_are_not_finite(device, bad):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_l2norm(device, dtype, per_tensor):
     """Squares and sums are exact to 2^-40 in float64: the product with inv_scale and the result round once each."""
-    tensors = [randn(n, dtype=dtype, device=device) for n in (*SIZES, 100_003)]
+    tensors = [randn(n, dtype=dtype, device=device) for n in (*SIZES, 65_536, 100_003)]  # two whole chunks, and a part
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     for inv_scale in (None, torch.tensor([0.3], device=device)):
         norm, each = functional.optimizer_l2norm(tensors, noop=flag, inv_scale=inv_scale, per_tensor=per_tensor)

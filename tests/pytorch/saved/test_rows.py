@@ -25,6 +25,9 @@ def test_declared_rows_are_found(dtype, device):
         assert found.data_ptr() == counter.data_ptr() and unit == 128
     for other in (t[:128], t[1:], t.T, t.view(-1), t.view(128, 16), t[:, :4], t.clone(), t[:0]):
         assert saved_hooks.live_rows(other) is None
+    square = randn(8, 8, device=device)
+    saved_hooks.mark_pageable(square, counter)
+    assert saved_hooks.live_rows(square) and saved_hooks.live_rows(square.T) is None  # its rows are columns there
 
 
 def test_parts_of_one_buffer_and_words_that_replace_others(device):

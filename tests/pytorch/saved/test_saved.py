@@ -147,6 +147,17 @@ def test_tensors_in_an_outer_context_are_fetched_before_any_is_read(device):
     assert steps == sorted(steps)
 
 
+def test_hooks_that_are_popped_twice_leave_those_around(device):
+    noted = Noted()
+    with noted.hooks():
+        around = top()
+        with saved_hooks.Hooks(Toy()) as hooks:
+            assert top() != around
+        hooks.pop()
+        assert top() == around
+    assert top() is None
+
+
 def test_hooks_in_between_are_the_last_that_are_asked(device):
     """As in torch: they hide all tensors from contexts around them."""
     module, x, toy, around, noted = Mixed(device), given(device), Toy(50), Toy(0), Noted()

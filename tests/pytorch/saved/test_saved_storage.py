@@ -101,6 +101,21 @@ def test_memory_that_was_let_go_is_not_taken_for_a_later_one(device):
     assert toy.all == 4
 
 
+@pytest.mark.parametrize("first", ["lives", "ends"])
+def test_a_storage_that_is_saved_again_is_taken_once_more(first, device):
+    """By all that saves it after it was let go, or after its first graph has ended."""
+    toy, t, x = Toy(), randn(20, device=device), torch.ones(1, requires_grad=True)
+    with saved_hooks.Hooks(toy):
+        y = Keeps.apply([], x, t)
+    toy.leave()
+    if first == "ends":
+        del y
+    with saved_hooks.Hooks(toy):
+        z = Keeps.apply([], x, t, t[:5], t[5:])
+    assert toy.all == 2
+    del z
+
+
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_quantized_tensors_go_part_by_part(kind, marked, device):
