@@ -138,7 +138,7 @@ class Program:
             first = p.get_high_precision_init_val() if hasattr(p, "_gathered") else p.detach()
             self.alone[n] = [Alone(first.to(here()).clone()) for _ in (self.groups if self.is_expert[n] else [None])]
         self.count, self.scaler = 0, None  # of steps that were taken
-        self.clip = draw.choice([0.0, 0.0, 4.0, 1e4])
+        self.clip = draw.choice([0.0, 4.0, 40.0, 1e4])
         if draw.random() < 0.4:
             self.scaler = torch.amp.GradScaler(here().type, init_scale=2.0 ** draw.randint(1, 8), growth_interval=10**6)
         self.wrap()
