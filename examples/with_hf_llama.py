@@ -77,8 +77,8 @@ def fused_class(decoder_layer):
             self.rotary.register_buffer("inv_freq", inv_freq.to(device, torch.float32, copy=True), persistent=False)
             self.register_load_state_dict_pre_hook(_load_their_names)
 
-        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **options):
-            if past_key_values is not None:
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, **options):
+            if any(options.get(name) is not None for name in ("past_key_values", "cache")):  # "cache" from 5.24 on
                 raise NotImplementedError(
                     "FusedLayer: past_key_values are not supported; pass use_cache=False, and unfuse(model) before "
                     "generate()"
