@@ -266,7 +266,7 @@ def test_a_mark_covers_complete_memory(case, small, device):  # noqa: F811
 
 @pytest.mark.parametrize("end", ["read", "given up"])
 def test_a_mark_ends_with_the_use_of_its_layer(end, small, device):  # noqa: F811
-    """Its memory lives on, and the next copy of it waits for what is computed until then."""
+    """Its memory lives on, and its next copy waits for all work until then."""
     t, state = randn(100, device=device), OffloadableLayerState()
     state.mark_ready([t])
     saved = state.push_tensor(t)

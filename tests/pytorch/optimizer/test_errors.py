@@ -269,7 +269,7 @@ def test_weights_that_overlap(device):
 
 
 def test_memory_side_by_side(device):
-    """Neither a gradient right before its weight overlaps it, nor one right behind it."""
+    """A gradient directly before or behind its weight does not overlap it."""
     whole = torch.randn(24, device=device)
     params = [torch.nn.Parameter(whole[:8]), torch.nn.Parameter(whole[16:])]
     params[0].grad, params[1].grad = whole[8:16], torch.ones(8, device=device)
