@@ -106,7 +106,7 @@ class Cluster {
   }
   ~Cluster() {
     for (Fiber& f : fibers_) {
-      if (f.stack != nullptr) munmap(f.stack, kStackBytes);
+      if (f.stack != nullptr) stacks_.push_back(f.stack);
     }
   }
 
@@ -117,8 +117,7 @@ class Cluster {
     gridDim.x = all;
     for (BlockState& b : blocks_) b.shared.assign(kSharedBytes, 0xff);
     for (Fiber& f : fibers_) {
-      f.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (f.stack == MAP_FAILED) throw std::bad_alloc();
+      f.stack = any_stack();
       getcontext(&f.context);
       f.context.uc_stack.ss_sp = f.stack;
       f.context.uc_stack.ss_size = kStackBytes;
@@ -203,6 +202,18 @@ class Cluster {
     std::map<int, Meeting> meetings;
   };
 
+  static void* any_stack() {
+    if (!stacks_.empty()) {
+      void* kept = stacks_.back();
+      stacks_.pop_back();
+      return kept;
+    }
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* made = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    if (made == MAP_FAILED) throw std::bad_alloc();
+    return made;
+  }
+
   static void enter() {
     (*current_->kernel_)();
     current_->self().done = true;
@@ -255,6 +266,7 @@ class Cluster {
   }
 
   static inline Cluster* current_ = nullptr;
+  static inline std::vector<void*> stacks_;  // of earlier clusters: new pages would cost more than most kernels
   unsigned threads_, first_ = 0;
   std::vector<Fiber> fibers_;
   std::vector<BlockState> blocks_;
