@@ -109,6 +109,21 @@ def test_weights_anywhere_in_memory(device):
     assert_same_bits(same, torch.ops.te.grouped_fprop(x, [weights[0].clone() for _ in weights], [], offsets))
 
 
+@pytest.mark.parametrize("n, k", [(N, K), (16, 8), (7, 5), (1, 1), (0, 8), (8, 0)])
+@kernels
+def test_weights_and_gradients_as_one_tensor(dtype, n, k, device):
+    """The bits of the list of its matrices, where they are aligned and where they are not."""
+    ops, count = torch.ops.te, len(SPLITS)
+    x, dy = randn(ROWS, k, dtype=dtype, device=device), randn(ROWS, n, dtype=dtype, device=device)
+    biases, offsets = [randn(n, dtype=dtype, device=device) for _ in SPLITS], offsets_of(SPLITS, x)
+    values = randn(count * n * k + 1, dtype=dtype, device=device)
+    for stacked in (values[:-1].view(count, n, k), values[1:].view(count, n, k)):
+        want = ops.grouped_fprop(x, list(stacked), biases, offsets), ops.grouped_dgrad(dy, list(stacked), offsets)
+        assert_same_bits(ops.grouped_fprop(x, [stacked], biases, offsets), want[0])
+        assert_same_bits(ops.grouped_dgrad(dy, [stacked], offsets), want[1])
+    assert_same_bits(ops.grouped_wgrad_stacked(dy, x, offsets), torch.stack(ops.grouped_wgrad(dy, x, offsets)))
+
+
 def test_offsets(device):
     x = torch.empty(10, 4, device=device)
     for splits, wanted in (
@@ -130,6 +145,9 @@ def test_schemas_and_meta(device):
     opcheck(torch.ops.te.grouped_fprop.default, (x, weights, biases, offsets), test_utils=tests)
     opcheck(torch.ops.te.grouped_dgrad.default, (dy, weights, offsets), test_utils=tests)
     opcheck(torch.ops.te.grouped_wgrad.default, (dy, x, offsets), test_utils=tests)
+    opcheck(torch.ops.te.grouped_fprop.default, (x, [torch.stack(weights)], biases, offsets), test_utils=tests)
+    opcheck(torch.ops.te.grouped_dgrad.default, (dy, [torch.stack(weights)], offsets), test_utils=tests)
+    opcheck(torch.ops.te.grouped_wgrad_stacked.default, (dy, x, offsets), test_utils=tests)
     for as_quantized in (False, True):
         opcheck(torch.ops.te.grouped_sums.default, (dy, offsets, as_quantized), test_utils=tests)
     opcheck(torch.ops.te.grouped_offsets.default, (torch.tensor(SPLITS, device=device), x), test_utils=tests)

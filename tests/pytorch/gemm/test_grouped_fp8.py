@@ -146,6 +146,13 @@ def test_misaligned_operands_are_copied(recipe, device):
 
 
 @recipes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_as_one_tensor(recipe, dtype, device):
+    c = case(recipe, device, dtype)
+    assert_same_bits(torch.ops.te.grouped_fp8_wgrad_stacked(*panels(c), dtype), torch.stack(wgrad(c)))
+
+
+@recipes
 def test_schemas_and_meta(recipe, device):
     c = case(recipe, device)
     ops, opcheck, tests = torch.ops.te, torch.library.opcheck, ("test_schema", "test_faketensor")
@@ -156,6 +163,7 @@ def test_schemas_and_meta(recipe, device):
     )
     opcheck(ops.grouped_fp8_dgrad.default, (*c.dy[:2], c.codes[1], *c.columnwise, c.offsets, c.dtype), test_utils=tests)
     opcheck(ops.grouped_fp8_wgrad.default, (*panels(c), torch.float32), test_utils=tests)
+    opcheck(ops.grouped_fp8_wgrad_stacked.default, (*panels(c), torch.float32), test_utils=tests)
     outs = [torch.zeros(N, K, device=device) for _ in range(3)]
     opcheck(ops.grouped_fp8_wgrad_accumulate.default, (*panels(c), outs, [0, -1, 1, 0]), test_utils=tests)
 

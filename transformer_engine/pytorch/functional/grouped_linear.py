@@ -22,9 +22,22 @@ def grouped_offsets(splits: torch.Tensor, x: torch.Tensor, *, count: bool = True
     return _C.grouped_offsets(splits, x, count)
 
 
+def listed(op: str, argument: str, weights: Sequence[torch.Tensor] | torch.Tensor) -> Sequence[torch.Tensor]:
+    """Weights as the ops take them: a matrix for each group, or one stacked tensor [groups, out_features, in_features]
+    alone, which stands for its matrices. The ops check the rest."""
+    if not isinstance(weights, torch.Tensor):
+        return weights
+    if weights.dim() != 3:
+        raise ValueError(
+            f"{op}: argument '{argument}' is one tensor {list(weights.shape)}, wanted [groups, out_features, "
+            "in_features], or a list with a matrix for each group."
+        )
+    return (weights,)
+
+
 def grouped_linear(
     x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | torch.Tensor,
     biases: Sequence[torch.Tensor] = (),
     *,
     splits: Sequence[int] = (),
@@ -43,12 +56,14 @@ def grouped_linear(
     written into; rows of no group keep their values. Each group's bits are those of linear() of its rows alone (on
     CUDA, with offsets, if cuBLASLt does not split the reduction; biases' gradients are summed in an order of their
     own; with a scale for each group, FP8 sums of offsets and of splits of small groups restart every 128 products).
-    Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features]
-    each. Dtypes: as linear. quantizations: one for all groups, or one each (under torch.compile its integers).
-    own_weights: FP8 copies of the weights. keep_input: as linear.
+    Shapes: x [..., in_features], its leading dimensions folded into rows; weights [out_features, in_features] each, or
+    one contiguous tensor [groups, out_features, in_features]: one input of the graph with one gradient and one
+    main_grad, to the bits of the list of its matrices. Dtypes: as linear. quantizations: one for all groups, or one
+    each (under torch.compile its integers). own_weights: FP8 copies of the weights. keep_input: as linear.
     Errors: ValueError naming the argument; with offsets on CUDA NotImplementedError for float32, and for quantizations
     that differ from group to group in more than their state, or are written in Python.
     """
+    weights = listed("grouped_linear", "weights", weights)
     if torch.compiler.is_compiling():
         if out is not None or dgrad_out is not None:
             refuse(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from transformer_engine.pytorch import _C
+from transformer_engine.pytorch.functional.grouped_linear import listed
 from transformer_engine.pytorch.functional.linear import TracedGradAccumulator, _spec, _traced
 
 Accumulator = _C.GradAccumulator | TracedGradAccumulator | None
@@ -15,8 +16,8 @@ Quantizations = Sequence[_C.ProductQuantization] | list[int]
 def grouped_mlp(
     x: torch.Tensor,
     offsets: torch.Tensor | None,
-    weights1: Sequence[torch.Tensor],
-    weights2: Sequence[torch.Tensor],
+    weights1: Sequence[torch.Tensor] | torch.Tensor,
+    weights2: Sequence[torch.Tensor] | torch.Tensor,
     row_scale: torch.Tensor | None = None,
     *,
     splits: Sequence[int] = (),
@@ -44,7 +45,8 @@ def grouped_mlp(
     zero_scale_tail: False where the gradient of row_scale is not read in rows of no group (the backward of
     router_rows() and that of permute_routing() do not): in eager mode it may be anything there, for a launch less.
     Shapes: x [rows, in_features], weights1 [hidden, in_features] each ([2 hidden, in_features] for a gated kind),
-    weights2 [out_features, hidden] each, row_scale [rows]. Dtypes: as grouped_linear; row_scale float32 or x's dtype.
+    weights2 [out_features, hidden] each, or one tensor of all as in grouped_linear, row_scale [rows]. Dtypes: as
+    grouped_linear; row_scale float32 or x's dtype.
     kind, params: as activation. keep_input, grad_accumulators, quantizations, own_weights: as grouped_linear, of the
     first and the second product.
     Saves: x (with a map also the map; with keep_rows the rows in place of x), the pre-activation (rows of weights1's
@@ -52,6 +54,7 @@ def grouped_mlp(
     in blocks of 1 x 128; the backward computes the activation and its gradient from these values.
     Errors: ValueError naming the argument; NotImplementedError as grouped_linear.
     """
+    weights1, weights2 = listed("grouped_mlp", "weights1", weights1), listed("grouped_mlp", "weights2", weights2)
     token_of_row, row_of_pair = row_map or (None, None)
     if row_map is not None and not keep_rows:
         keep_input = True

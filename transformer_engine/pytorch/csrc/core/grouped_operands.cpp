@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "core/rows_view.h"
+
 namespace te_torch::grouped {
 
 namespace {
@@ -24,6 +26,14 @@ te_tensor view_of(const Tensor& t, te_dtype dtype) {
 }
 
 }  // namespace
+
+void check_stacked(const char* op, const char* argument, const Tensor& stacked) {
+  TORCH_CHECK_VALUE(stacked.sym_size(0) > 0, op, ": argument '", argument, "' has shape ", stacked.sym_sizes(),
+                    ", wanted [groups, out_features, in_features] with at least one group.");
+  TORCH_CHECK_VALUE(stacked.is_contiguous(), op, ": argument '", argument, "' has shape ", stacked.sym_sizes(),
+                    " and strides ", stacked.sym_strides(),
+                    ", wanted a contiguous tensor, since each group's matrix is read in place; call contiguous().");
+}
 
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups) {
   TORCH_CHECK_VALUE(offsets.scalar_type() == at::kInt && offsets.dim() == 1 && offsets.is_contiguous() &&
@@ -104,6 +114,16 @@ std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results) {
   std::vector<te_tensor> views;
   views.reserve(results.size());
   for (const Tensor& result : results) views.push_back(result.defined() ? view_2d(result, kOp, "outs") : absent());
+  return views;
+}
+
+std::vector<te_tensor> views_of_stacked(const Tensor& stacked) {
+  const Tensor first = matrix_at(stacked, 0);
+  std::vector<te_tensor> views(size_t(stacked.size(0)), view_2d(first, kOp, "outs"));
+  const auto bytes = int64_t(first.nbytes());
+  for (size_t g = 0; g < views.size() && views[g].data != nullptr; ++g) {
+    views[g].data = static_cast<char*>(views[g].data) + int64_t(g) * bytes;
+  }
   return views;
 }
 

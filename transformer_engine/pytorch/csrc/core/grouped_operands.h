@@ -13,6 +13,14 @@ namespace te_torch::grouped {
 
 inline constexpr const char* kOp = "grouped_linear";
 
+// The weights of groups are a matrix for each, or one contiguous tensor [groups, N, K] that stands for its matrices.
+inline bool is_stacked(at::TensorList weights) { return weights.size() == 1 && weights[0].dim() == 3; }
+inline size_t weights_in(at::TensorList weights) {
+  return is_stacked(weights) ? size_t(weights[0].sym_size(0).guard_int(__FILE__, __LINE__)) : weights.size();
+}
+// Raises ValueError for stacked weights without a matrix, or whose matrices are not one after the other in memory.
+void check_stacked(const char* op, const char* argument, const Tensor& stacked);
+
 // Checks the offsets of `groups` groups, on the device of rows.
 void check_offsets(const Tensor& offsets, const Tensor& rows, size_t groups);
 // The number of groups of the offsets, at least one.
@@ -40,8 +48,9 @@ class Operands {
   std::string names_;  // of the arguments that were copied
 };
 
-// One for each group, absent() where the result is undefined and not needed.
+// One for each group, absent() where the result is undefined and not needed; of a stacked result [groups, N, K], all.
 std::vector<te_tensor> views_of_results(const std::vector<Tensor>& results);
+std::vector<te_tensor> views_of_stacked(const Tensor& stacked);
 
 // The weight gradients of a call that adds to or overwrites its `outs`.
 struct Targets {

@@ -16,6 +16,9 @@ at::Tensor matrix_view(const at::Tensor& t);
 at::Tensor element_view(const at::Tensor& t, int64_t index);
 // One row, without its dimension.
 at::Tensor row_view(const at::Tensor& t, int64_t row);
+// One matrix of a contiguous tensor [count, rows, cols], and all of them.
+at::Tensor matrix_at(const at::Tensor& stacked, int64_t index);
+std::vector<at::Tensor> matrices_of(const at::Tensor& stacked);
 
 // New matrices [rows, cols], aligned like separate allocations. Small ones are parts of one allocation, as hundreds of
 // allocations would take longer than the GEMMs that fill them.

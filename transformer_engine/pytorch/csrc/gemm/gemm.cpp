@@ -296,13 +296,13 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
   return {std::move(d), extra.defined() ? std::move(extra) : at::empty({0}, a.options())};
 }
 
-void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias, const Tensor& d) {
+Tensor gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, std::string_view epilogue,
+                 const OptionalTensor& bias, const Tensor& d) {
   // The choice of an algorithm depends on d's alignment, and with it the bits.
   const bool aligned = reinterpret_cast<uintptr_t>(d.data_ptr()) % 16 == 0;
-  const std::string_view epilogue = bias.has_value() ? "bias" : "none";
-  const Tensor result =
-      std::get<0>(gemm_at(a, b, layout, epilogue, bias, std::nullopt, d.scalar_type(), aligned ? d : Tensor()));
+  auto [result, extra] = gemm_at(a, b, layout, epilogue, bias, std::nullopt, d.scalar_type(), aligned ? d : Tensor());
   if (!result.is_same(d)) d.copy_(result);
+  return std::move(extra);
 }
 
 Tensor gemm_accumulate(const Tensor& a_in, const Tensor& b_in, std::string_view layout_name, Tensor& out,

@@ -14,8 +14,10 @@ std::tuple<Tensor, Tensor> gemm(const Tensor& a, const Tensor& b, std::string_vi
                                 const OptionalTensor& bias, const OptionalTensor& aux,
                                 std::optional<at::ScalarType> out_dtype);
 
-// The same into d, [rows, cols] of out_dtype, contiguous; the bits are those of a fresh one.
-void gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, const OptionalTensor& bias, const Tensor& d);
+// The same into d, [rows, cols] of out_dtype, contiguous; the bits are those of a fresh one. Epilogues "none", "bias"
+// and "bgrad"; returns the extra result, undefined where there is none.
+Tensor gemm_into(const Tensor& a, const Tensor& b, std::string_view layout, std::string_view epilogue,
+                 const OptionalTensor& bias, const Tensor& d);
 
 // out += the product, or out = the product with overwrite, in out's dtype (float32 or the operands'). Returns the bias
 // gradient of "bgrad", else empty.

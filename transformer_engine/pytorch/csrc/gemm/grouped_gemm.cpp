@@ -33,24 +33,26 @@ void check_weights(const Tensor& rows, const char* argument, at::TensorList weig
                    const Tensor& offsets) {
   check_matrix(rows, argument);
   TORCH_CHECK_VALUE(!weights.empty(), kOp, ": argument 'weights' is empty, wanted one for each group.");
-  check_offsets(offsets, rows, weights.size());
+  const bool stacked = is_stacked(weights);
+  if (stacked) check_stacked(kOp, "weights", weights[0]);
+  check_offsets(offsets, rows, weights_in(weights));
   for (const Tensor& weight : weights) {
     check_same(weight, rows, kOp, "weight");
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_sizes() == weights[0].sym_sizes(), kOp,
+    TORCH_CHECK_VALUE(stacked || (weight.dim() == 2 && weight.sym_sizes() == weights[0].sym_sizes()), kOp,
                       ": argument 'weight' has shape ", weight.sym_sizes(), ", wanted that of the first, ",
                       weights[0].sym_sizes(), ".");
   }
-  TORCH_CHECK_VALUE(rows.sym_size(1) == weights[0].sym_size(width), kOp, ": argument '", argument, "' has shape ",
-                    rows.sym_sizes(), ", wanted a last dimension of ", weights[0].sym_size(width), ".");
+  TORCH_CHECK_VALUE(rows.sym_size(1) == weights[0].sym_size(width - 2), kOp, ": argument '", argument, "' has shape ",
+                    rows.sym_sizes(), ", wanted a last dimension of ", weights[0].sym_size(width - 2), ".");
 }
 
 void check_biases(const Tensor& x, at::TensorList weights, at::TensorList biases) {
-  TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), kOp, ": argument 'biases' has ", biases.size(),
-                    " tensors, wanted none, or ", weights.size(), ".");
+  TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights_in(weights), kOp, ": argument 'biases' has ",
+                    biases.size(), " tensors, wanted none, or ", weights_in(weights), ".");
   for (const Tensor& bias : biases) {
     check_same(bias, x, kOp, "bias");
-    TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == weights[0].sym_size(0), kOp,
-                      ": argument 'bias' has shape ", bias.sym_sizes(), ", wanted [", weights[0].sym_size(0), "].");
+    TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == weights[0].sym_size(-2), kOp,
+                      ": argument 'bias' has shape ", bias.sym_sizes(), ", wanted [", weights[0].sym_size(-2), "].");
   }
 }
 
@@ -72,6 +74,11 @@ struct HostOffsets {
   Tensor rows(const Tensor& t, size_t g) const { return t.narrow(0, at[g], at[g + 1] - at[g]); }
 };
 
+// Of group g.
+Tensor weight_at(at::TensorList weights, size_t g) {
+  return is_stacked(weights) ? matrix_at(weights[0], int64_t(g)) : weights[g];
+}
+
 // FPROP and DGRAD on a CPU.
 void rows_by_group(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
                    const Tensor& offsets, const Tensor& out, bool zero_tail) {
@@ -79,9 +86,9 @@ void rows_by_group(te_grouped_product product, const Tensor& rows, at::TensorLis
   for (size_t g = 0; g < host.groups; ++g) {
     if (product == TE_GROUPED_FPROP) {
       const OptionalTensor bias = biases.empty() ? OptionalTensor() : OptionalTensor(biases[g]);
-      linear_fwd_into(host.rows(rows, g), weights[g], bias, host.rows(out, g));
+      linear_fwd_into(host.rows(rows, g), weight_at(weights, g), bias, host.rows(out, g));
     } else {
-      linear_dgrad_into(host.rows(rows, g), weights[g], host.rows(out, g));
+      linear_dgrad_into(host.rows(rows, g), weight_at(weights, g), host.rows(out, g));
     }
   }
   if (zero_tail) out.narrow(0, host.at[host.groups], out.size(0) - host.at[host.groups]).zero_();
@@ -103,19 +110,22 @@ int64_t spacing_of(at::TensorList weights) {
   return step * int64_t(first.element_size());
 }
 
-// The views of weights of one shape and dtype. With one distance between them all follow from the first view.
+// The views of weights of one shape and dtype. With one distance between them all follow from the first view: those of
+// a stacked tensor are to the bit those of a list of its matrices.
 std::vector<te_tensor> add_weights(Operands& operands, at::TensorList weights) {
   std::vector<te_tensor> views;
-  views.reserve(weights.size());
-  const int64_t spacing = spacing_of(weights);
-  views.push_back(operands.add(weights[0], "weight"));
-  const bool read_there = spacing % 16 == 0 && spacing != 0 && views[0].data == weights[0].const_data_ptr();
-  for (size_t g = 1; g < weights.size(); ++g) {
+  const size_t groups = weights_in(weights);
+  views.reserve(groups);
+  const Tensor first = weight_at(weights, 0);
+  const int64_t spacing = is_stacked(weights) ? int64_t(first.nbytes()) : spacing_of(weights);
+  views.push_back(operands.add(first, "weight"));
+  const bool read_there = spacing % 16 == 0 && spacing != 0 && views[0].data == first.const_data_ptr();
+  for (size_t g = 1; g < groups; ++g) {
     if (read_there) {
       views.push_back(views[0]);
       views[g].data = static_cast<char*>(views[0].data) + int64_t(g) * spacing;
     } else {
-      views.push_back(operands.add(weights[g], "weight"));
+      views.push_back(operands.add(weight_at(weights, g), "weight"));
     }
   }
   return views;
@@ -163,17 +173,21 @@ Tensor grouped_offsets_meta(const Tensor& splits, const Tensor&, bool) {
 }
 Tensor grouped_fprop_meta(const Tensor& x, at::TensorList weights, at::TensorList biases, const Tensor& offsets) {
   check_fprop(x, weights, biases, offsets);
-  return x.new_empty_symint({x.sym_size(0), weights[0].sym_size(0)});
+  return x.new_empty_symint({x.sym_size(0), weights[0].sym_size(-2)});
 }
 Tensor grouped_dgrad_meta(const Tensor& dy, at::TensorList weights, const Tensor& offsets) {
   check_weights(dy, "dy", weights, 0, offsets);
-  return dy.new_empty_symint({dy.sym_size(0), weights[0].sym_size(1)});
+  return dy.new_empty_symint({dy.sym_size(0), weights[0].sym_size(-1)});
 }
 std::vector<Tensor> grouped_wgrad_meta(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
   check_gradient(dy, x, offsets);
   std::vector<Tensor> all;
   for (int64_t g = 1; g < offsets.size(0); ++g) all.push_back(x.new_empty_symint({dy.sym_size(1), x.sym_size(1)}));
   return all;
+}
+Tensor grouped_wgrad_stacked_meta(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
+  check_gradient(dy, x, offsets);
+  return x.new_empty_symint({int64_t(groups_of(offsets)), dy.sym_size(1), x.sym_size(1)});
 }
 Tensor grouped_sums_meta(const Tensor& dy, const Tensor& offsets, bool) {
   check_gradient(dy, dy, offsets);
@@ -232,7 +246,7 @@ Tensor grouped_rows(te_grouped_product product, const Tensor& rows, at::TensorLi
   const bool fprop = product == TE_GROUPED_FPROP;
   fprop ? check_fprop(rows, weights, biases, offsets) : check_weights(rows, "dy", weights, 0, offsets);
   const c10::NoGradGuard no_graph;
-  const Tensor y = out.defined() ? out : at::empty({rows.size(0), weights[0].size(fprop ? 0 : 1)}, rows.options());
+  const Tensor y = out.defined() ? out : at::empty({rows.size(0), weights[0].size(fprop ? -2 : -1)}, rows.options());
   const bool zero_tail = !out.defined();
   if (rows.is_cpu()) {
     rows_by_group(product, rows, weights, biases, offsets, y, zero_tail);
@@ -241,7 +255,7 @@ Tensor grouped_rows(te_grouped_product product, const Tensor& rows, at::TensorLi
   Operands operands;
   te_grouped_gemm_problem problem{};
   problem.product = product;
-  problem.groups = int32_t(weights.size());
+  problem.groups = int32_t(weights_in(weights));
   problem.offsets = offsets.const_data_ptr<int32_t>();
   problem.rows = operands.add(rows, fprop ? "x" : "dy");
   problem.depth_rows = absent();
@@ -287,6 +301,21 @@ std::vector<Tensor> grouped_wgrad_together(const Tensor& dy, const Tensor& x, co
   const c10::NoGradGuard no_graph;
   std::vector<Tensor> all = new_matrices(groups_of(offsets), dy.size(1), x.size(1), x.options());
   weights_by_kernel(dy, x, offsets, views_of_results(all), {});
+  return all;
+}
+
+Tensor grouped_wgrad_stacked(const Tensor& dy, const Tensor& x, const Tensor& offsets) {
+  check_gradient(dy, x, offsets);
+  const c10::NoGradGuard no_graph;
+  const Tensor all = at::empty({int64_t(groups_of(offsets)), dy.size(1), x.size(1)}, x.options());
+  if (!x.is_cpu()) {
+    weights_by_kernel(dy, x, offsets, views_of_stacked(all), {});
+    return all;
+  }
+  const HostOffsets host(offsets);
+  for (size_t g = 0; g < host.groups; ++g) {
+    linear_wgrad_into(host.rows(dy, g), host.rows(x, g), false, matrix_at(all, int64_t(g)));
+  }
   return all;
 }
 
@@ -341,6 +370,9 @@ TE_OP_REGISTRATION(grouped_gemm, ops) {
   ops.op("grouped_wgrad(Tensor dy, Tensor x, Tensor offsets) -> Tensor[]")
       .kernel(grouped_wgrad)
       .meta(grouped_wgrad_meta);
+  ops.op("grouped_wgrad_stacked(Tensor dy, Tensor x, Tensor offsets) -> Tensor")
+      .kernel(grouped_wgrad_stacked)
+      .meta(grouped_wgrad_stacked_meta);
   ops.op("grouped_sums(Tensor dy, Tensor offsets, bool as_quantized) -> Tensor")
       .kernel(grouped_sums)
       .meta(grouped_sums_meta);

@@ -23,7 +23,8 @@ Tensor grouped_offsets_of(at::ArrayRef<int64_t> splits, const Tensor& like);
 Tensor split_counters(const at::Device& device);
 
 // FPROP: y [rows, N] = x [rows, K] weights[g]^T (+ biases[g]). DGRAD: dx [rows, K] = dy [rows, N] weights[g]. Into
-// `out`, contiguous, whose rows of no group stay as they are; into a new tensor if it is undefined.
+// `out`, contiguous, whose rows of no group stay as they are; into a new tensor if it is undefined. weights: a matrix
+// for each group, or one stacked tensor (core/grouped_operands.h), also in the two ops.
 Tensor grouped_rows(te_grouped_product product, const Tensor& rows, at::TensorList weights, at::TensorList biases,
                     const Tensor& offsets, const Tensor& out);
 // The ops of the two products, into a new tensor.
@@ -34,6 +35,8 @@ Tensor grouped_dgrad(const Tensor& dy, at::TensorList weights, const Tensor& off
 std::vector<Tensor> grouped_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offsets);
 // The same as new_matrices() makes them: results of a registered op have each memory of their own.
 std::vector<Tensor> grouped_wgrad_together(const Tensor& dy, const Tensor& x, const Tensor& offsets);
+// The same as one tensor [groups, N, K].
+Tensor grouped_wgrad_stacked(const Tensor& dy, const Tensor& x, const Tensor& offsets);
 // Of each group the column sums of dy: [groups, N]. as_quantized: in the order in which a quantizer of each group's
 // rows sums them (CUDA has one order).
 Tensor grouped_sums(const Tensor& dy, const Tensor& offsets, bool as_quantized);

@@ -207,8 +207,8 @@ PanelsCall panels(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
   return call;
 }
 
-// results: one for each group; undefined ones are not wanted.
-void run_panels(const PanelsCall& call, const std::vector<Tensor>& results, const uint8_t* accumulate) {
+// results: one for each group; absent ones are not wanted.
+void run_panels(const PanelsCall& call, const std::vector<te_tensor>& results, const uint8_t* accumulate) {
   const c10::NoGradGuard no_graph;
   Operands operands;
   te_grouped_gemm_problem problem{};
@@ -221,8 +221,7 @@ void run_panels(const PanelsCall& call, const std::vector<Tensor>& results, cons
   problem.rows_scale_inv = view_2d(call.dy_scale_inv, kOp, "dy_scale_inv");
   problem.depth_rows_scale_inv = view_2d(call.x_scale_inv, kOp, "x_scale_inv");
   problem.result = absent();
-  const std::vector<te_tensor> of_results = views_of_results(results);
-  problem.results = of_results.data();
+  problem.results = results.data();
   problem.accumulate = accumulate;
   check(te_grouped_gemm(&problem, current_stream(call.x)));
   operands.note();
@@ -237,7 +236,7 @@ std::vector<Tensor> new_results(const PanelsCall& call, at::ScalarType dtype) {
 }
 
 std::vector<Tensor> filled(const PanelsCall& call, std::vector<Tensor> results) {
-  run_panels(call, results, nullptr);
+  run_panels(call, views_of_results(results), nullptr);
   return results;
 }
 
@@ -247,6 +246,18 @@ std::vector<Tensor> grouped_fp8_wgrad_meta(const Tensor& dy, const Tensor& dy_sc
   const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
   check_out_dtype(out_dtype);
   return new_results(call, out_dtype);
+}
+
+Tensor new_stacked(const PanelsCall& call, at::ScalarType dtype) {
+  return at::empty_symint({int64_t(call.groups()), call.dy.sym_size(1), call.x.sym_size(1)},
+                          call.x.options().dtype(dtype));
+}
+
+Tensor grouped_fp8_wgrad_stacked_meta(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
+                                      const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
+                                      at::ScalarType out_dtype) {
+  check_out_dtype(out_dtype);
+  return new_stacked(panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets), out_dtype);
 }
 
 void grouped_fp8_wgrad_accumulate_meta(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
@@ -311,6 +322,16 @@ std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& d
   return filled(call, new_matrices(call.groups(), dy.size(1), x.size(1), x.options().dtype(out_dtype)));
 }
 
+Tensor grouped_fp8_wgrad_stacked(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
+                                 const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
+                                 at::ScalarType out_dtype) {
+  const PanelsCall call = panels(dy, dy_scale_inv, dy_code, x, x_scale_inv, x_code, offsets);
+  check_out_dtype(out_dtype);
+  Tensor all = new_stacked(call, out_dtype);
+  run_panels(call, views_of_stacked(all), nullptr);
+  return all;
+}
+
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,
                                   at::ArrayRef<int64_t> modes) {
@@ -319,7 +340,7 @@ void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, 
   const Targets targets(outs, modes);
   if (!x.is_cpu()) {
     check_apart(outs);
-    run_panels(call, targets.results, targets.accumulate.data());
+    run_panels(call, views_of_results(targets.results), targets.accumulate.data());
     for (const Tensor& out : outs) note_written(out);
     return;
   }
@@ -345,6 +366,10 @@ TE_OP_REGISTRATION(grouped_gemm_fp8, ops) {
          "Tensor offsets, ScalarType out_dtype) -> Tensor[]")
       .kernel(grouped_fp8_wgrad)
       .meta(grouped_fp8_wgrad_meta);
+  ops.op("grouped_fp8_wgrad_stacked(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int "
+         "x_code, Tensor offsets, ScalarType out_dtype) -> Tensor")
+      .kernel(grouped_fp8_wgrad_stacked)
+      .meta(grouped_fp8_wgrad_stacked_meta);
   ops.op("grouped_fp8_wgrad_accumulate(Tensor dy, Tensor dy_scale_inv, int dy_code, Tensor x, Tensor x_scale_inv, int "
          "x_code, Tensor offsets, Tensor(a!)[] outs, int[] how) -> ()")
       .kernel(grouped_fp8_wgrad_accumulate)

@@ -30,6 +30,10 @@ std::vector<Tensor> grouped_fp8_wgrad(const Tensor& dy, const Tensor& dy_scale_i
 std::vector<Tensor> grouped_fp8_wgrad_together(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code,
                                                const Tensor& x, const Tensor& x_scale_inv, int64_t x_code,
                                                const Tensor& offsets, at::ScalarType out_dtype);
+// The same as one tensor [groups, N, K].
+Tensor grouped_fp8_wgrad_stacked(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
+                                 const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets,
+                                 at::ScalarType out_dtype);
 // Into one of `outs` for each group whose mode is 0 (+=) or 1 (=); -1: the group has none.
 void grouped_fp8_wgrad_accumulate(const Tensor& dy, const Tensor& dy_scale_inv, int64_t dy_code, const Tensor& x,
                                   const Tensor& x_scale_inv, int64_t x_code, const Tensor& offsets, at::TensorList outs,

@@ -93,16 +93,20 @@ void linear_fwd_into(const Tensor& x, const Tensor& weight, const OptionalTensor
   if (const Tensor y = linear_by_torch(x, weight, bias); y.defined()) {
     d.copy_(y);
   } else {
-    gemm_into(weight, x, "TN", bias, d);
+    gemm_into(weight, x, "TN", bias.has_value() ? "bias" : "none", bias, d);
   }
 }
 
 void linear_dgrad_into(const Tensor& dy, const Tensor& weight, const Tensor& d) {
-  gemm_into(weight, dy, "NN", std::nullopt, d);
+  gemm_into(weight, dy, "NN", "none", std::nullopt, d);
 }
 
 std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias) {
   return gemm(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, std::nullopt, std::nullopt);
+}
+
+Tensor linear_wgrad_into(const Tensor& dy, const Tensor& x, bool with_bias, const Tensor& d) {
+  return gemm_into(x, dy, "NT", with_bias ? "bgrad" : "none", std::nullopt, d);
 }
 
 TE_OP_REGISTRATION(linear_core, ops) {

@@ -21,7 +21,8 @@ Tensor linear_dgrad(const Tensor& dy, const Tensor& weight);
 void linear_fwd_into(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& d);
 void linear_dgrad_into(const Tensor& dy, const Tensor& weight, const Tensor& d);
 
-// dweight[N, K] = dy^T x; dbias[N] = column sums of dy, empty unless `with_bias`.
+// dweight[N, K] = dy^T x; dbias[N] = column sums of dy, empty unless `with_bias`. Into: returns dbias alone.
 std::tuple<Tensor, Tensor> linear_wgrad(const Tensor& dy, const Tensor& x, bool with_bias);
+Tensor linear_wgrad_into(const Tensor& dy, const Tensor& x, bool with_bias, const Tensor& d);
 
 }  // namespace te_torch

@@ -279,13 +279,15 @@ LayerConfig with_used_scales(const DispatchMode& dispatch, LayerConfig config, a
 std::pair<Tensor, NamedTensors> recompute_layer(const DispatchMode& dispatch, const LayerConfig& layer,
                                                 size_t layer_idx, const NamedTensors& saved,
                                                 const WantedGradients& wanted) {
-  const LayerConfig config = with_used_scales(dispatch, layer, saved.list(saved_name(layer_idx, kUsedScales)));
+  LayerConfig config = with_used_scales(dispatch, layer, saved.list(saved_name(layer_idx, kUsedScales)));
   const auto weights = kept_operands(saved, saved_name(layer_idx, kWeight));
   std::vector<Tensor> parameters = saved.list(saved_name(layer_idx, kWeightValues)).vec();  // of all, or of none
-  for (size_t i = parameters.size(); i < weights.size(); ++i) {
+  const bool values = config.stacked && !parameters.empty();  // of a stacked weight: one tensor
+  for (size_t i = parameters.size(); !values && i < weights.size(); ++i) {
     parameters.push_back(weights[i].quantized() ? weights[i].fp8.rowwise : weights[i].plain);
   }
-  TORCH_INTERNAL_ASSERT(parameters.size() == weights.size());
+  TORCH_INTERNAL_ASSERT(values || parameters.size() == weights.size());
+  config.stacked = config.stacked && parameters[0].dim() == 3;  // else of FP8 copies: a matrix for each
   const at::ArrayRef<Operand> own = weights[0].quantized() ? at::ArrayRef<Operand>(weights) : at::ArrayRef<Operand>();
   const Tensor input = saved[saved_name(layer_idx, kInput)];
   const LayerInput in{{input, {saved, saved_name(layer_idx, kSavedPrologue)}},

@@ -2,8 +2,10 @@
 #include <algorithm>
 
 #include "autograd/trailing_rows.h"
+#include "core/grouped_operands.h"
 #include "distributed/agreement.h"
 #include "gemm/linear_core.h"
+#include "layer/grouping.h"
 #include "layer/layer_gemm.h"
 #include "layer/prepare_operand.h"
 #include "layer/save_rules.h"
@@ -35,7 +37,9 @@ int64_t trailing_rows_of(const LayerConfigs& layers, const NamedTensors& argumen
     const bool input_recomputed = i + 1 < layers.size() && layers[i + 1].input == SaveMode::kRecompute;
     if (layers[i].operand != SaveMode::kRecompute && !input_recomputed) continue;
     if (layers[i].quantization == nullptr) continue;
-    for (size_t w = 0, weights = arguments.list(weight_of(i)).size(); w < weights; ++w) {
+    const at::TensorList given = arguments.list(weight_of(i));
+    const size_t weights = layers[i].stacked ? grouped::weights_in(given) : given.size();
+    for (size_t w = 0; w < weights; ++w) {
       rows = std::max(rows, trailing_rows_of(layers[i].gemm_policy->quantization(layers[i].quantization.get(), w)));
     }
   }
@@ -47,9 +51,10 @@ int64_t trailing_rows_of(const LayerConfigs& layers, const NamedTensors& argumen
 void check_shapes(const LayerConfig& config, const LayerInput& in, const Tensor& shown, const c10::SymInt& features) {
   if (config.quantization == nullptr && !config.tp_comm) return;
   const at::TensorList biases = in.epilogue.list(kBias);
-  for (size_t i = 0; i < in.weights.size(); ++i) {
+  const Tensor of_all = config.stacked ? in.weights[0].select(0, 0) : Tensor();  // they have one shape
+  for (size_t i = 0; i < std::max(in.weights.size(), biases.size()); ++i) {
     const OptionalTensor bias = biases.empty() ? OptionalTensor() : OptionalTensor(biases[i]);
-    check_product(shown, features, in.weights[i], bias, !in.own.empty());
+    check_product(shown, features, config.stacked ? of_all : in.weights[i], bias, !in.own.empty());
   }
 }
 
@@ -62,21 +67,42 @@ Tensor like_operand(const LayerConfig& config, const Tensor& x, const Operand& o
 
 bool adds_up(const LayerConfig& config) { return config.tp_comm != nullptr && config.tp_comm->adds_up(Pass::kFprop); }
 
+// Of a stacked weight whose matrices a quantizer left as they are: all are the one tensor again, and some are views
+// with its version, so that a write before the backward is noticed.
+void keep_stacked(const DispatchMode& dispatch, const Tensor& stacked, WeightSet& set) {
+  const auto plain = [](const Operand& weight) { return !weight.quantized(); };
+  if (std::all_of(set.weights.begin(), set.weights.end(), plain)) {
+    set.weights = {Operand{stacked, {}}};
+    return;
+  }
+  for (const Operand& weight : set.weights) {
+    if (plain(weight) && dispatch.direct()) share_version(weight.plain, stacked);
+  }
+}
+
 // With a sum over ranks, the bias is added after that.
 WeightSet weight_set(const DispatchMode& dispatch, const LayerConfig& config, const LayerInput& in,
                      at::TensorList biases, QuantizeUsage usage) {
   WeightSet set{{}, adds_up(config) ? at::TensorList() : biases};
   if (!in.own.empty()) {
-    TORCH_INTERNAL_ASSERT(in.own.size() == in.weights.size());
+    TORCH_INTERNAL_ASSERT(in.own.size() == (config.stacked ? grouped::weights_in(in.weights) : in.weights.size()));
     set.weights.assign(in.own.begin(), in.own.end());
     return set;
   }
+  if (config.stacked && config.quantization == nullptr) {
+    set.weights = {Operand{in.weights[0], {}}};
+    return set;
+  }
+  std::vector<Tensor> matrices;
+  if (config.stacked) matrices = matrices_in(dispatch, in.weights[0]);
+  const at::TensorList weights = config.stacked ? at::TensorList(matrices) : in.weights;
   c10::SmallVector<const Quantizer*, 1> quantizers;
-  for (size_t i = 0; i < in.weights.size(); ++i) {
+  for (size_t i = 0; i < weights.size(); ++i) {
     const ProductQuantization* q = config.gemm_policy->quantization(config.quantization.get(), i);
     quantizers.push_back(q != nullptr ? &q->weight : nullptr);
   }
-  set.weights = operands_of(dispatch, quantizers, in.weights, usage);
+  set.weights = operands_of(dispatch, quantizers, weights, usage);
+  if (config.stacked) keep_stacked(dispatch, in.weights[0], set);
   return set;
 }
 

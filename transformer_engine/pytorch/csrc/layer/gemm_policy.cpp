@@ -86,6 +86,10 @@ Sums each_row(const DispatchMode& dispatch, const Tensor& matrix) {
   return rows;
 }
 
+std::vector<Tensor> matrices_in(const DispatchMode& dispatch, const Tensor& stacked) {
+  return dispatch.direct() ? te_torch::matrices_of(stacked) : stacked.unbind(0);
+}
+
 std::vector<Tensor> GemmPolicy::used_scales(const Operand& operand) const {
   if (!operand.quantized() || operand.fp8.scaling != TE_SCALING_TENSOR) return {};
   return {operand.fp8.rowwise_scale_inv};

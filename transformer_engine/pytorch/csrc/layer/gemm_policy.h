@@ -10,7 +10,8 @@
 
 namespace te_torch::layer {
 
-// The weights of one layer as its products read them, and its biases: none, or one for each weight.
+// The weights of one layer as its products read them, and its biases: none, or one for each weight. Over groups the
+// plain weights may be one stacked tensor [groups, N, K].
 struct WeightSet {
   c10::SmallVector<Operand, 1> weights;
   at::TensorList biases;
@@ -32,6 +33,8 @@ Tensor with_rows_of(const Tensor& matrix, const Tensor& like);  // with like's l
 // Some rows of a matrix, and all of them one by one.
 Tensor rows_of_matrix(const DispatchMode& dispatch, const Tensor& matrix, const Rows& rows);
 Sums each_row(const DispatchMode& dispatch, const Tensor& matrix);
+// The matrices of a contiguous tensor [matrices, rows, columns].
+std::vector<Tensor> matrices_in(const DispatchMode& dispatch, const Tensor& stacked);
 
 // The products of one matrix. into: where the result goes, [rows, features] of like's dtype, by the direct dispatch
 // mode alone; undefined: a new one, with like's leading dimensions.

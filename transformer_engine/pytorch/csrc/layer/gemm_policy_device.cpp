@@ -56,7 +56,7 @@ Tensor sums_of(const DispatchMode& dispatch, const Tensor& dy, const Tensor& off
   return dispatch.call<grouped_sums>("te::grouped_sums", matrix_of(dy), offsets, as_quantized);
 }
 
-class DeviceWeightProduct final : public WgradTask {
+class DeviceWeightProduct final : public GroupsWgrad {
  public:
   // Targets may share memory if the sizes of the groups are on the host too.
   DeviceWeightProduct(Gradient gradient, Operand x, at::ScalarType dtype, const Grouping& grouping)
@@ -76,6 +76,18 @@ class DeviceWeightProduct final : public WgradTask {
     grads.weights.assign(weights.begin(), weights.end());
     grads.biases = with_bias ? each_row(dispatch, sums(dispatch)) : Sums(weights.size());
     return grads;
+  }
+
+  WeightGrads compute_stacked(const DispatchMode& dispatch, bool with_bias) const override {
+    const probe::PathReason because(why_);
+    WeightGrads grads;
+    grads.weights = {in_fp8() ? fp8_gradient(dispatch) : plain_gradient(dispatch)};
+    grads.biases = with_bias ? each_row(dispatch, sums(dispatch)) : Sums(matrices());
+    return grads;
+  }
+
+  int64_t features() const override {
+    return (dy_.quantized() ? dy_.fp8.columnwise.sym_size(1) : dy_.plain.sym_size(-1)).guard_int(__FILE__, __LINE__);
   }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
@@ -153,6 +165,17 @@ class DeviceWeightProduct final : public WgradTask {
     const Tensor dy = plain_rows(dispatch, dy_, offsets_, dtype_), x = plain_rows(dispatch, x_, offsets_, dtype_);
     return dispatch.direct() ? Direct::call<grouped_wgrad_together>("te::grouped_wgrad", dy, x, offsets_)
                              : Dispatched::call<grouped_wgrad>("te::grouped_wgrad", dy, x, offsets_);
+  }
+  Tensor plain_gradient(const DispatchMode& dispatch) const {
+    return dispatch.call<grouped_wgrad_stacked>("te::grouped_wgrad_stacked",
+                                                plain_rows(dispatch, dy_, offsets_, dtype_),
+                                                plain_rows(dispatch, x_, offsets_, dtype_), offsets_);
+  }
+  Tensor fp8_gradient(const DispatchMode& dispatch) const {
+    const Quantized &dy = dy_.fp8, &x = x_.fp8;
+    return dispatch.call<grouped_fp8_wgrad_stacked>("te::grouped_fp8_wgrad_stacked", dy.columnwise,
+                                                    dy.columnwise_scale_inv, code_of(dy), x.columnwise,
+                                                    x.columnwise_scale_inv, code_of(x), offsets_, dtype_);
   }
   std::vector<Tensor> fp8_gradients(const DispatchMode& dispatch) const {
     const Quantized &dy = dy_.fp8, &x = x_.fp8;
@@ -286,7 +309,7 @@ class DeviceGroups final : public GemmPolicy {
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, x, offsets, like.scalar_type());
     const Tensor out =
-        output_buffer(dispatch, given, grouping_.tail_unread, rows, weights[0].size(0), rows.scalar_type());
+        output_buffer(dispatch, given, grouping_.tail_unread, rows, weights[0].size(-2), rows.scalar_type());
     const Tensor y =
         dispatch.direct()
             ? Direct::call<grouped_rows>("te::grouped_fprop", TE_GROUPED_FPROP, rows, weights, w.biases, offsets, out)
@@ -321,7 +344,7 @@ class DeviceGroups final : public GemmPolicy {
     const std::vector<Tensor> weights = plain_weights(dispatch, w, like.scalar_type());
     const Tensor rows = plain_rows(dispatch, dy, offsets, like.scalar_type());
     const Tensor out =
-        output_buffer(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(1), rows.scalar_type());
+        output_buffer(dispatch, given, grouping_.dgrad_tail_unread, rows, weights[0].size(-1), rows.scalar_type());
     const at::TensorList no_biases;
     const Tensor dx = dispatch.direct() ? Direct::call<grouped_rows>("te::grouped_dgrad", TE_GROUPED_DGRAD, rows,
                                                                      weights, no_biases, offsets, out)
@@ -331,7 +354,8 @@ class DeviceGroups final : public GemmPolicy {
 
   std::shared_ptr<WgradTask> wgrad_task(const DispatchMode&, Gradient gradient, Operand x, at::ScalarType dtype,
                                         bool) const override {
-    return std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), dtype, grouping_);
+    return wgrad_of(std::make_shared<DeviceWeightProduct>(std::move(gradient), std::move(x), dtype, grouping_),
+                    grouping_.stacked);
   }
 
   Sums bias_gradients(const DispatchMode& dispatch, const Tensor& dy, const Tensor& sums) const override {

@@ -41,7 +41,7 @@ Operand part_of(const DispatchMode& dispatch, const Operand& t, at::ArrayRef<Row
 
 // The weights' products of all groups, one after the other. Holds what they read as it came: a matrix of all groups'
 // rows, or an operand for each group.
-class GroupedWeightProduct final : public WgradTask {
+class GroupedWeightProduct final : public GroupsWgrad {
  public:
   // reads: of dy and x, before their leading dimensions were folded, which has versions of its own.
   GroupedWeightProduct(Operand dy, Operand x, std::vector<Tensor> reads, Sums sums, c10::SmallVector<Rows, 8> groups,
@@ -55,27 +55,25 @@ class GroupedWeightProduct final : public WgradTask {
         split_(split) {}
 
   WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
-    WeightGrads all;
-    const char* why = each_of_fp8();
-    if (by_list(dispatch)) {
-      const int64_t n = dy_.plain.size(1);
-      const std::vector<Tensor> weights = new_matrices(matrices(), n, x_.plain.size(1), x_.plain.options());
-      const std::vector<Tensor> biases = new_sums(with_bias);
-      if (weights_by_list(dy_.plain, x_.plain, groups_, weights, std::vector<bool>(matrices()), biases, why)) {
-        all.weights.assign(weights.begin(), weights.end());
-        all.biases = with_bias ? Sums(biases.begin(), biases.end()) : Sums(matrices());
-        return all;
-      }
-    }
-    const ListOneByOne reason(why);
-    const OneWorkspace for_all;
-    for (size_t i = 0; i < matrices(); ++i) {
-      WeightGrads one = product(dispatch, i).compute(dispatch, with_bias);
-      all.weights.push_back(std::move(one.weights[0]));
-      all.biases.push_back(std::move(one.biases[0]));
-    }
-    return all;
+    return compute_at(dispatch, with_bias, {});
   }
+
+  // The bits depend on whether the matrices' addresses are multiples of 16 bytes.
+  WeightGrads compute_stacked(const DispatchMode& dispatch, bool with_bias) const override {
+    const auto element = int64_t(c10::elementSize(dtype_));
+    if (!dispatch.direct() || features_of(dy_) * features_of(x_) * element % 16 != 0) {
+      WeightGrads grads = compute(dispatch, with_bias);
+      grads.weights = {at::stack(grads.weights)};
+      return grads;
+    }
+    const Tensor all =
+        at::empty({int64_t(matrices()), features_of(dy_), features_of(x_)}, first_read()->options().dtype(dtype_));
+    WeightGrads grads = compute_at(dispatch, with_bias, te_torch::matrices_of(all));
+    grads.weights = {all};
+    return grads;
+  }
+
+  int64_t features() const override { return features_of(dy_); }
 
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
     TORCH_INTERNAL_ASSERT(targets.size() == matrices());
@@ -111,6 +109,30 @@ class GroupedWeightProduct final : public WgradTask {
   size_t matrices() const override { return groups_.size(); }
 
  private:
+  // given: memory for the matrices, in the direct dispatch mode alone; none: new ones.
+  WeightGrads compute_at(const DispatchMode& dispatch, bool with_bias, at::ArrayRef<Tensor> given) const {
+    WeightGrads all;
+    const char* why = each_of_fp8();
+    if (by_list(dispatch)) {
+      const int64_t n = dy_.plain.size(1);
+      const std::vector<Tensor> weights =
+          given.empty() ? new_matrices(matrices(), n, x_.plain.size(1), x_.plain.options()) : given.vec();
+      const std::vector<Tensor> biases = new_sums(with_bias);
+      if (weights_by_list(dy_.plain, x_.plain, groups_, weights, std::vector<bool>(matrices()), biases, why)) {
+        all.weights.assign(weights.begin(), weights.end());
+        all.biases = with_bias ? Sums(biases.begin(), biases.end()) : Sums(matrices());
+        return all;
+      }
+    }
+    const ListOneByOne reason(why);
+    const OneWorkspace for_all;
+    for (size_t i = 0; i < matrices(); ++i) {
+      WeightGrads one = product(dispatch, i).compute_at(dispatch, with_bias, given.empty() ? Tensor() : given[i]);
+      all.weights.push_back(std::move(one.weights[0]));
+      all.biases.push_back(std::move(one.biases[0]));
+    }
+    return all;
+  }
   // A list has no sums yet: with sums, at least one operand is FP8.
   bool by_list(const DispatchMode& dispatch) const {
     return dispatch.direct() && dy_.plain.defined() && x_.plain.defined() && !sums_[0].defined() &&
@@ -126,6 +148,12 @@ class GroupedWeightProduct final : public WgradTask {
   const Tensor* first_read() const {
     const Operand& one = dy_.groups.empty() ? dy_ : dy_.groups[0];
     return one.quantized() ? &one.fp8.columnwise : &one.plain;
+  }
+  static int64_t features_of(const Operand& t) {
+    const Operand& one = t.groups.empty() ? t : t.groups[0];
+    const auto size = [](const Tensor& data, int64_t d) { return data.sym_size(d).guard_int(__FILE__, __LINE__); };
+    if (!one.quantized()) return size(one.plain, -1);
+    return one.fp8.columnwise.defined() ? size(one.fp8.columnwise, 0) : size(one.fp8.rowwise, -1);
   }
   MatrixWgrad product(const DispatchMode& dispatch, size_t i) const {
     return {part_of(dispatch, dy_, groups_, i), part_of(dispatch, x_, groups_, i), sums_[i], dtype_, split_};
@@ -215,16 +243,20 @@ class HostGroups final : public GemmPolicy {
     return sums.defined() ? each_row(dispatch, sums) : column_sums_of(dispatch, dy, groups_);
   }
 
-  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,
-               bool split) const override {
+  Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& weights,
+               const Tensor& like, bool split) const override {
+    WeightSet matrices;
+    const WeightSet& w = matrices_of(dispatch, weights, matrices);
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return fprop_of(dispatch, part, w.weights[i], w.bias(i), shape, split, into);
     };
     return over_groups(dispatch, x, w, false, like, rows_in(w.weights[0]), grouping_.out, "out", product);
   }
 
-  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& w, const Tensor& like,
-               bool split) const override {
+  Tensor dgrad(const DispatchMode& dispatch, const Operand& dy, const Rows*, const WeightSet& weights,
+               const Tensor& like, bool split) const override {
+    WeightSet matrices;
+    const WeightSet& w = matrices_of(dispatch, weights, matrices);
     const auto product = [&](const Operand& part, size_t i, const Tensor& shape, const Tensor& into) {
       return dgrad_of(dispatch, part, w.weights[i], shape, split, into);
     };
@@ -242,8 +274,9 @@ class HostGroups final : public GemmPolicy {
       }
     }
     Sums sums = gradient.dbias.defined() ? each_row(dispatch, gradient.dbias) : Sums(groups_.size());
-    return std::make_shared<GroupedWeightProduct>(folded(gradient.dy), folded(x), std::move(reads), std::move(sums),
-                                                  groups_, dtype, split);
+    return wgrad_of(std::make_shared<GroupedWeightProduct>(folded(gradient.dy), folded(x), std::move(reads),
+                                                           std::move(sums), groups_, dtype, split),
+                    grouping_.stacked);
   }
 
  private:

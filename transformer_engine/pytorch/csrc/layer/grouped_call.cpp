@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "core/grouped_operands.h"
 #include "gemm/gemm_list_fp8.h"
 #include "gemm/gemm_path.h"
 #include "gemm/grouped_gemm.h"
@@ -39,13 +40,14 @@ bool by_host(at::ArrayRef<Quantization> quantizations, size_t groups) {
 // group, with a scale for each group to those of sizes on the device.
 void put_at_once(Grouping& grouping, const Tensor& x, size_t layer_idx, at::TensorList weights, bool bias,
                  const GroupedHandles& handles) {
-  if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, weights.size()) != nullptr) return;
+  const size_t groups = grouped::weights_in(weights);
+  if (grouping.quantizations.empty() || device_refuses(grouping.quantizations, groups) != nullptr) return;
   if (x.is_cpu() && cpu_products_by_loop()) return;  // they would be those of LibTorch
-  if (must_dispatch({&x}) || x.dim() == 0 || weights[0].dim() != 2) return;
-  if (layer_idx == 0 && x.size(-1) != weights[0].size(1)) return;  // refused by the product
+  if (must_dispatch({&x}) || x.dim() == 0 || !(grouping.stacked || weights[0].dim() == 2)) return;
+  if (layer_idx == 0 && x.size(-1) != weights[0].size(-1)) return;  // refused by the product
   const QuantizeSpec& spec = grouping.quantizations[0]->x.spec;
   // One state for all groups: each adds its amax before the next one.
-  if (spec.kind == QuantizeSpec::kDelayed && grouping.quantizations.size() != weights.size()) return;
+  if (spec.kind == QuantizeSpec::kDelayed && grouping.quantizations.size() != groups) return;
   const te_scaling of_weights = spec.scaling() == TE_SCALING_TENSOR ? TE_SCALING_TENSOR : TE_SCALING_BLOCK_2D;
   for (const Quantized& own : handles.own_weights) {
     if (own.scaling != of_weights || own.e5m2) return;
@@ -53,7 +55,7 @@ void put_at_once(Grouping& grouping, const Tensor& x, size_t layer_idx, at::Tens
   const auto device = x.device().type();
   const at::ScalarType dtype =
       at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
-  ListGemms plan = fp8_by_list({x.device(), dtype, weights[0].size(0), weights[0].size(1), bias,
+  ListGemms plan = fp8_by_list({x.device(), dtype, weights[0].size(-2), weights[0].size(-1), bias,
                                 handles.grad_accumulator != nullptr, *grouping.quantizations[0], grouping.splits});
   if (!plan.at_once) return;
   grouping.offsets = grouped_offsets_of(grouping.splits, x);
@@ -73,14 +75,16 @@ c10::SymInt rows_in(const char* op, const Tensor& x) {
 
 void check_groups(const char* op, const c10::SymInt& rows, const char* weights_name, at::TensorList weights,
                   at::TensorList biases, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits) {
-  TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op, ": argument '",
-                    weights_name, "' has ", weights.size(), " tensors, and there are ", biases.size(),
+  if (grouped::is_stacked(weights)) grouped::check_stacked(op, weights_name, weights[0]);
+  const size_t groups = grouped::weights_in(weights);
+  TORCH_CHECK_VALUE(groups > 0 && (biases.empty() || biases.size() == groups), op, ": argument '", weights_name,
+                    "' has ", groups, " tensors, and there are ", biases.size(),
                     " biases, wanted one for each group, or no biases.");
   for (size_t i = 0; i < weights.size(); ++i) {
     TORCH_CHECK_VALUE(weights[i].sym_sizes() == weights[0].sym_sizes(), op, ": weight number ", i, " has shape ",
                       weights[i].sym_sizes(), ", wanted that of the first, ", weights[0].sym_sizes(), ".");
   }
-  if (!offsets.has_value()) check_splits(op, rows, weights.size(), splits);
+  if (!offsets.has_value()) check_splits(op, rows, groups, splits);
 }
 
 void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::TensorList weights, at::TensorList biases,
@@ -91,6 +95,7 @@ void add_grouped_layer(LayerArgs& call, size_t layer_idx, const char* op, at::Te
   LayerConfig& config = call.layers[layer_idx];
   config.quantization = quantization_of(quantization, op);
   Grouping grouping{splits.vec(), offsets.value_or(Tensor()), {}, {}, {}};
+  grouping.stacked = config.stacked = grouped::is_stacked(weights);
   if (config.quantization != nullptr) grouping.quantizations = {config.quantization};
   config.gemm_policy = grouped_gemm_policy(std::move(grouping));
 }
@@ -100,13 +105,15 @@ bool GroupedHandles::add_to(LayerArgs& call, size_t layer_idx) const {
   const at::TensorList weights = call.arguments.list(weight_of(layer_idx));
   Grouping grouping{splits,      offsets.value_or(Tensor()), {}, out.value_or(Tensor()), dgrad_out.value_or(Tensor()),
                     tail_unread, dgrad_tail_unread};
+  grouping.stacked = config.stacked;
+  const size_t groups = grouped::weights_in(weights);
   grouping.quantizations.assign(quantizations.begin(), quantizations.end());
   if (!quantizations.empty()) config.quantization = quantizations[0];
   if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&
-      by_host(grouping.quantizations, weights.size())) {
+      by_host(grouping.quantizations, groups)) {
     const int32_t* at = offsets->const_data_ptr<int32_t>();
-    grouping.splits.resize(weights.size());
-    for (size_t i = 0; i < weights.size(); ++i) grouping.splits[i] = at[i + 1] - at[i];
+    grouping.splits.resize(groups);
+    for (size_t i = 0; i < groups; ++i) grouping.splits[i] = at[i + 1] - at[i];
     grouping.read_offsets = std::exchange(grouping.offsets, Tensor());
   }
   if (!offsets.has_value()) {

@@ -7,8 +7,8 @@
 
 namespace te_torch::layer {
 
-// Raises ValueError unless there is a weight of one shape for each group, no biases or as many, and splits that add up
-// to the rows where there are no offsets.
+// Raises ValueError unless there is a weight of one shape for each group, or one stacked tensor of all
+// (core/grouped_operands.h), no biases or as many, and splits that add up to the rows where there are no offsets.
 void check_groups(const char* op, const c10::SymInt& rows, const char* weights_name, at::TensorList weights,
                   at::TensorList biases, const OptionalTensor& offsets, at::ArrayRef<int64_t> splits);
 c10::SymInt rows_in(const char* op, const Tensor& x);  // raises ValueError for a tensor without dimensions

@@ -5,6 +5,7 @@
 // - Rows of no group hold anything in results inside of the node that the next step does not read there.
 // - With a map x has tokens, of which each group's rows are gathered: in the forward, and again in the backward. With
 //   sum_rows the output has the sums of each token's rows.
+#include "core/grouped_operands.h"
 #include "core/op_registration.h"
 #include "layer/grouped_call.h"
 #include "layer/op_registration.h"
@@ -43,19 +44,22 @@ void check_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2
                bool gated) {
   constexpr const char* op = GroupedMlpChain::kName;
   TORCH_CHECK_VALUE(x.dim() == 2, op, ": argument 'x' has shape ", x.sym_sizes(), ", wanted [rows, in_features].");
-  TORCH_CHECK_VALUE(weights1.size() == weights2.size(), op, ": arguments 'weights1' and 'weights2' have ",
-                    weights1.size(), " and ", weights2.size(), " tensors, wanted one each for each group.");
+  const size_t groups = grouped::weights_in(weights1);
+  TORCH_CHECK_VALUE(groups == grouped::weights_in(weights2), op, ": arguments 'weights1' and 'weights2' have ", groups,
+                    " and ", grouped::weights_in(weights2), " tensors, wanted one each for each group.");
   const Tensor &first = weights1[0], &second = weights2[0];
-  TORCH_CHECK_VALUE(first.dim() == 2 && second.dim() == 2 && first.sym_size(1) == x.sym_size(1) &&
-                        first.sym_size(0) == second.sym_size(1) * (gated ? 2 : 1),
-                    op, ": arguments 'weights1' and 'weights2' have tensors of shapes ", first.sym_sizes(), " and ",
-                    second.sym_sizes(), ", wanted [", gated ? "2 * " : "", "hidden, ", x.sym_size(1),
-                    "], x's features last, and [out_features, hidden].");
+  const bool matrices = (first.dim() == 2 || grouped::is_stacked(weights1)) &&  // of a stacked tensor, the last two
+                        (second.dim() == 2 || grouped::is_stacked(weights2));
+  TORCH_CHECK_VALUE(
+      matrices && first.sym_size(-1) == x.sym_size(1) && first.sym_size(-2) == second.sym_size(-1) * (gated ? 2 : 1),
+      op, ": arguments 'weights1' and 'weights2' have tensors of shapes ", first.sym_sizes(), " and ",
+      second.sym_sizes(), ", wanted [", gated ? "2 * " : "", "hidden, ", x.sym_size(1),
+      "], x's features last, and [out_features, hidden].");
   if (!offsets.has_value()) return;
   TORCH_CHECK_VALUE(
-      offsets->dim() == 1 && offsets->sym_size(0) == int64_t(weights1.size()) + 1 && offsets->scalar_type() == at::kInt,
-      op, ": argument 'offsets' is ", offsets->scalar_type(), " ", offsets->sym_sizes(), ", wanted int32 [",
-      weights1.size() + 1, "], the result of grouped_offsets().");
+      offsets->dim() == 1 && offsets->sym_size(0) == int64_t(groups) + 1 && offsets->scalar_type() == at::kInt, op,
+      ": argument 'offsets' is ", offsets->scalar_type(), " ", offsets->sym_sizes(), ", wanted int32 [", groups + 1,
+      "], the result of grouped_offsets().");
 }
 
 LayerArgs pack_grouped_mlp(const Tensor& x, at::TensorList weights1, at::TensorList weights2,

@@ -24,6 +24,62 @@ Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef
   return sums;
 }
 
+const WeightSet& matrices_of(const DispatchMode& dispatch, const WeightSet& w, WeightSet& matrices) {
+  const Operand& first = w.weights[0];
+  if (w.weights.size() != 1 || first.quantized() || first.plain.dim() != 3) return w;
+  for (const Tensor& matrix : matrices_in(dispatch, first.plain)) matrices.weights.push_back({matrix, {}});
+  matrices.biases = w.biases;
+  return matrices;
+}
+
+namespace {
+
+class StackedWgrad final : public WgradTask {
+ public:
+  explicit StackedWgrad(std::shared_ptr<GroupsWgrad> groups) : groups_(std::move(groups)) {}
+
+  WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override {
+    return groups_->compute_stacked(dispatch, with_bias);
+  }
+  std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override {
+    std::vector<WeightTarget> each;
+    each.reserve(matrices());
+    for (const WeightTarget& target : targets) add_matrices(target, each);
+    TORCH_CHECK_VALUE(each.size() == matrices(), "weight gradient: targets of ", each.size(), " groups, wanted ",
+                      matrices(), ".");
+    std::vector<Tensor> sums = groups_->accumulate(each, with_bias);
+    for (const WeightTarget& target : targets) {
+      // Views of the direct dispatch mode have versions of their own.
+      if (target.out.defined() && !must_dispatch({&target.out})) note_written(target.out);
+    }
+    return sums;
+  }
+  std::vector<Tensor> reads() const override { return groups_->reads(); }
+  at::ScalarType dtype() const override { return groups_->dtype(); }
+  size_t matrices() const override { return groups_->matrices(); }
+
+ private:
+  void add_matrices(const WeightTarget& target, std::vector<WeightTarget>& each) const {
+    if (!target.out.defined()) {
+      each.insert(each.end(), size_t(target.rows), {Tensor(), groups_->features(), target.overwrite});
+      return;
+    }
+    const DispatchMode dispatch = must_dispatch({&target.out}) ? DispatchMode(Dispatched{}) : DispatchMode(Direct{});
+    for (const Tensor& matrix : matrices_in(dispatch, target.out)) {
+      each.push_back({matrix, groups_->features(), target.overwrite});
+    }
+  }
+
+  std::shared_ptr<GroupsWgrad> groups_;
+};
+
+}  // namespace
+
+std::shared_ptr<WgradTask> wgrad_of(std::shared_ptr<GroupsWgrad> groups, bool stacked) {
+  if (!stacked) return groups;
+  return std::make_shared<StackedWgrad>(std::move(groups));
+}
+
 Tensor last_offset(const Tensor& offsets) {
   const int64_t last = offsets.size(0) - 1;
   return must_dispatch({&offsets}) ? offsets.narrow(0, last, 1) : element_view(offsets, last);

@@ -25,11 +25,27 @@ struct Grouping {
   bool bits_of_loop = false;
   // The caller's offsets, where `splits` was read from them; the last one counts the live rows.
   Tensor read_offsets = {};
+  // Whether the weights are one tensor [groups, N, K], whose gradient is one too.
+  bool stacked = false;
 };
 
 c10::SmallVector<Rows, 8> rows_of_groups(at::ArrayRef<int64_t> splits);
 // The sums of each group's columns.
 Sums column_sums_of(const DispatchMode& dispatch, const Tensor& dy, at::ArrayRef<Rows> groups);
+
+// The weights as a matrix for each group: w itself, or `matrices`, which this fills from a stacked plain weight.
+const WeightSet& matrices_of(const DispatchMode& dispatch, const WeightSet& w, WeightSet& matrices);
+
+// The weight gradients of all groups: a matrix for each.
+class GroupsWgrad : public WgradTask {
+ public:
+  // compute() with one tensor [groups, N, K] in place of the matrices, to the same bits.
+  virtual WeightGrads compute_stacked(const DispatchMode& dispatch, bool with_bias) const = 0;
+  virtual int64_t features() const = 0;  // N
+};
+// The task as autograd and accumulators see it. stacked: of one weight [groups, N, K], whose gradient is one tensor and
+// whose target, in main_grad, may be some groups' part of it.
+std::shared_ptr<WgradTask> wgrad_of(std::shared_ptr<GroupsWgrad> groups, bool stacked);
 
 // The counter of the rows of all groups, the last of their offsets; undefined for sizes that are in a list.
 Tensor live_rows_of(const Grouping& grouping);

@@ -18,6 +18,7 @@ struct LayerConfig {
   Epilogues epilogues = {bias_epilogue()};        // the bias is the first, if there is one
   std::shared_ptr<const TPComm> tp_comm;          // null in a call: that of defaults(); else null: local
   std::shared_ptr<const GemmPolicy> gemm_policy;  // null in a call: that of defaults()
+  bool stacked = false;                           // the weights are one tensor [groups, out_features, in_features]
   Quantization quantization;
   GradAccumulatorPtr grad_accumulator;
   // Whether the GEMM's operand is saved or recomputed (by the options; the output of an activation is always

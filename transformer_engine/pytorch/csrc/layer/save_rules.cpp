@@ -82,9 +82,13 @@ void save_layer(const DispatchMode& dispatch, SaveContext& save, const LayerSave
   std::vector<Tensor> used;
   if (for_recompute || (recompute_operand && !high_precision)) used = config.gemm_policy->used_scales(operand);
   c10::SmallVector<Operand, 1> values;
-  for (size_t i = 0; high_precision && i < weights.size(); ++i) {
+  const bool stacked = config.stacked && in.weights.size() == 1;  // the one tensor has the values of all
+  for (size_t i = 0; high_precision && !stacked && i < weights.size(); ++i) {
     if (for_recompute && !weights[i].quantized()) continue;
     values.push_back(weight_values(dispatch, in.weights[i], weights[i], !in.own.empty()));
+  }
+  if (high_precision && stacked && !(for_recompute && weights[0].plain.is_same(in.weights[0]))) {
+    values.push_back({in.weights[0], {}});
   }
   const at::ArrayRef<Operand> read_weights = high_precision && !for_recompute ? at::ArrayRef<Operand>(values) : weights;
   const QuantizeUsage read = kept_usage(q), read_twice{true, read.columnwise};

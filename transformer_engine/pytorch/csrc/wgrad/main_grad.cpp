@@ -76,12 +76,6 @@ std::vector<size_t> WeightParameters::left_out() const {
 
 bool WeightParameters::takes(size_t number) const { return wanted[number] && weights[number].requires_grad(); }
 
-std::vector<int64_t> WeightParameters::rows() const {
-  std::vector<int64_t> rows;
-  for (const Tensor& weight : weights) rows.push_back(weight.size(0));
-  return rows;
-}
-
 std::vector<Tensor> WeightParameters::main_grads(bool call_lazy) const {
   const Names& attributes = names_of_attributes();
   Attributes attributes_of;

@@ -43,7 +43,6 @@ struct WeightParameters {
   std::vector<size_t> left_out() const;
   // As autograd does: a weight that was frozen since the call gets no gradient.
   bool takes(size_t number) const;
-  std::vector<int64_t> rows() const;
 
   // Under the GIL: where the wanted gradients are added to; others are undefined. Unless `call_lazy`, a get_main_grad()
   // is left to the backward. ValueError for a missing or unfit one.

@@ -87,6 +87,12 @@ class WeightGradProduct {
   PyTypeObject* type_ = nullptr;  // to be compared alone
 };
 
+std::vector<int64_t> rows_of(const std::vector<Tensor>& parameters) {
+  std::vector<int64_t> rows;
+  for (const Tensor& parameter : parameters) rows.push_back(parameter.size(0));
+  return rows;
+}
+
 // The rows of the matrices that belong to each parameter.
 std::vector<Tensor> cut(at::TensorList matrices, const std::vector<int64_t>& rows) {
   if (matrices.size() == rows.size()) return matrices.vec();
@@ -132,9 +138,8 @@ void register_main_grad(py::module_& m) {
       .def("compute",
            torch::wrap_pybind_function_no_gil([](const WeightParameters& p, const WgradTask& product, bool with_bias) {
              const WeightGrads grads = product.compute(DispatchMode(Direct{}), with_bias);
-             const std::vector<int64_t> rows = p.rows();
-             return std::make_tuple(cut(grads.weights, rows),
-                                    with_bias ? cut(grads.biases, rows) : std::vector<Tensor>());
+             return std::make_tuple(cut(grads.weights, rows_of(p.weights)),
+                                    with_bias ? cut(grads.biases, rows_of(p.biases)) : std::vector<Tensor>());
            }));
   m.def(
       "answer_weight_grads",

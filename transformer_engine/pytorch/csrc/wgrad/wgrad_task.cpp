@@ -20,11 +20,26 @@ constexpr DispatchMode kDirect{Direct{}};  // a gradient accumulator in Python r
 }  // namespace
 
 WeightGrads MatrixWgrad::compute(const DispatchMode& dispatch, bool with_bias) const {
+  return compute_at(dispatch, with_bias, {});
+}
+
+WeightGrads MatrixWgrad::compute_at(const DispatchMode& dispatch, bool with_bias, const Tensor& into) const {
+  TORCH_INTERNAL_ASSERT(!into.defined() || dispatch.direct());
   if (dy.quantized() && x.quantized()) {
     const bool fast = may_be_fast(x.fp8, dy.fp8, split_);
+    if (into.defined()) {
+      gemm_fp8_into(x.fp8, true, dy.fp8, true, into, {}, fast);
+      return {{into}, {dbias}};
+    }
     const Tensor dweight = dispatch.direct() ? gemm_fp8<Direct>(x.fp8, true, dy.fp8, true, dtype_, {}, fast)
                                              : gemm_fp8<Dispatched>(x.fp8, true, dy.fp8, true, dtype_, {}, fast);
     return {{dweight}, {dbias}};
+  }
+  if (into.defined()) {
+    const Tensor sums =
+        Direct::call<linear_wgrad_into>("te::linear_wgrad", plain_of(dispatch, dy, dtype_),
+                                        plain_of(dispatch, x, dtype_), with_bias && !dbias.defined(), into);
+    return {{into}, {dbias.defined() ? dbias : sums}};
   }
   auto [dweight, sums] = dispatch.call<linear_wgrad>("te::linear_wgrad", plain_of(dispatch, dy, dtype_),
                                                      plain_of(dispatch, x, dtype_), with_bias && !dbias.defined());

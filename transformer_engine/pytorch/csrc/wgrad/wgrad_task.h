@@ -47,6 +47,8 @@ class TE_EXPORT MatrixWgrad : public WgradTask {
       : dy(std::move(dy_)), x(std::move(x_)), dbias(std::move(dbias_)), dtype_(dtype), split_(split) {}
 
   WeightGrads compute(const DispatchMode& dispatch, bool with_bias) const override;
+  // into: memory for the weight's gradient, in the direct dispatch mode alone; undefined: a new tensor.
+  WeightGrads compute_at(const DispatchMode& dispatch, bool with_bias, const Tensor& into) const;
   std::vector<Tensor> accumulate(at::ArrayRef<WeightTarget> targets, bool with_bias) const override;
   std::vector<Tensor> reads() const override;
   at::ScalarType dtype() const override { return dtype_; }
