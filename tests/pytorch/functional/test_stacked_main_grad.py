@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fp8_products import product
+from support import refused
 
 from transformer_engine.pytorch import _C
 from transformer_engine.pytorch.functional import grouped_mlp
@@ -96,6 +97,17 @@ def test_hooks_get_a_dummy_gradient(device):
     case.call((x, scale, *holder.weights()), grad_accumulators=holder.accumulators()).backward(case.dy)
     for weight in holder.parameters():
         assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_function_is_refused(stacked, device):
+    """It would return one pair of gradients, and those of the other groups would be lost."""
+    case = Case(device, True)
+    for number in range(2):
+        accumulators = [None, None]
+        accumulators[number] = lambda work, with_bias: work.compute(with_bias)
+        with refused(TypeError, "grouped_linear", "'grad_accumulator'", "function", f"{GROUPS} weights"):
+            case.call(case.leaves((stacked, stacked)), grad_accumulators=tuple(accumulators))
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

@@ -107,6 +107,9 @@ bool GroupedHandles::add_to(LayerArgs& call, size_t layer_idx) const {
                     tail_unread, dgrad_tail_unread};
   grouping.stacked = config.stacked;
   const size_t groups = grouped::weights_in(weights);
+  TORCH_CHECK_TYPE(groups == 1 || grad_accumulator == nullptr || grad_accumulator->takes_groups(), grouped::kOp,
+                   ": argument 'grad_accumulator' is a function, which returns one weight's gradient, with ", groups,
+                   " weights; wanted None, or a module's accumulator of main_grads.");
   grouping.quantizations.assign(quantizations.begin(), quantizations.end());
   if (!quantizations.empty()) config.quantization = quantizations[0];
   if (offsets.has_value() && offsets->is_cpu() && !must_dispatch({&*offsets}) &&

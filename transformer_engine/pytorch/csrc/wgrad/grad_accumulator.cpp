@@ -37,6 +37,7 @@ class CallableAccumulator : public GradAccumulator {
                 ", wanted a pair.");
     return {{tensor_or_none(PyTuple_GET_ITEM(result.get(), 0))}, {tensor_or_none(PyTuple_GET_ITEM(result.get(), 1))}};
   }
+  bool takes_groups() const override { return false; }  // it returns one pair of tensors
 
  private:
   std::shared_ptr<PyObject> callable_;

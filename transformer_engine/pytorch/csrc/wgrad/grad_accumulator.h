@@ -20,6 +20,8 @@ class GradAccumulator {
   virtual WeightGrads take(std::shared_ptr<const WgradTask> product, bool with_bias) const = 0;
   // Whether take() computes the product instead of leaving it to a later call.
   virtual bool computes_now() const { return false; }
+  // Whether it takes the gradients of several weights at once.
+  virtual bool takes_groups() const { return true; }
 
   // Calls each registered ready callback as callback(parameter, stream): the parameter's gradient was added to its
   // main_grad by work on that stream. Takes the GIL, and only if a callback is registered.
