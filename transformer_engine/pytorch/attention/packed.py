@@ -139,7 +139,8 @@ def packed_of_batch(
     rows = {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_kv": keys.cu_seqlens}
     rows |= {"max_seqlen_q": seqs[0], "max_seqlen_kv": seqs[1]}
     flat = (t.flatten(0, 1) for t in tensors)
-    gathered = _Gather.apply(queries.order, queries.place, keys.order, keys.place, *flat)
+    of_keys = (None, None) if keys is queries else (keys.order, keys.place)  # Dynamo takes no tensor twice
+    gathered = _Gather.apply(queries.order, queries.place, *of_keys, *flat)
     return gathered, rows, partial(_scatter, queries, tensors[0].shape[:2])
 
 
@@ -194,16 +195,18 @@ def _tokens(mask: torch.Tensor, layout: str) -> Tokens:
 
 class _Gather(torch.autograd.Function):
     """q, k and v [rows, heads, width] in the order of their tokens. Each row is taken once, so gradients are gathered
-    too: nothing is summed."""
+    too: nothing is summed. order_kv and place_kv are None where they are those of q."""
 
     @staticmethod
     def forward(ctx, order_q, place_q, order_kv, place_kv, q, k, v):
         ctx.save_for_backward(place_q, place_kv)
+        order_kv = order_q if order_kv is None else order_kv
         return q.index_select(0, order_q), k.index_select(0, order_kv), v.index_select(0, order_kv)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         place_q, place_kv = ctx.saved_tensors
+        place_kv = place_q if place_kv is None else place_kv
         return (
             None,
             None,
