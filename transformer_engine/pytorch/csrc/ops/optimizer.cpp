@@ -322,6 +322,4 @@ TE_OP_REGISTRATION(optimizer, ops) {
       .python(optimizer_count_step);
 }
 
-namespace {}  // namespace
-
 }  // namespace te_torch
