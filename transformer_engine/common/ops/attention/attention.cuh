@@ -19,6 +19,8 @@ constexpr int kThreads = 256;
 constexpr int kTileHeads = 64;
 constexpr int kAtOnce = 4;       // loads of a thread in flight
 constexpr int kSumRows = 32;     // parts that a block adds side by side
+constexpr int kPartsAtOnce = 8;  // loads of a thread that adds parts
+constexpr int kPairsAtOnce = 4;  // of a row and head, whose vectors of dout and out a thread has in flight
 constexpr int kZeroRows = 32;    // of a block that looks for padding
 constexpr float kZeroed = -1.f;  // in place of a factor
 
@@ -170,44 +172,83 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Pass<T> pass) {
   }
 }
 
-// The products of a tile's rows of dout and out, times `weights`, into `products`. `lanes` threads take a row and head.
+// The pairs of a row and a head that a group of lanes takes, in turn: pair `group`, `group` + groups, ...
+struct PairWalk {
+  int heads, rows, step_rows, step_heads, row, head;
+
+  __device__ __forceinline__ static PairWalk of(const Tile& tile, int groups, int group) {
+    return {tile.heads, tile.rows, groups / tile.heads, groups % tile.heads, group / tile.heads, group % tile.heads};
+  }
+  __device__ __forceinline__ bool live() const { return row < rows; }
+  __device__ __forceinline__ int place() const { return row * kTileHeads + head; }
+  __device__ __forceinline__ void advance() {
+    row += step_rows;
+    head += step_heads;
+    if (head >= heads) head -= heads, ++row;
+  }
+};
+
+// Vectors of dout and out of kPairsAtOnce pairs.
 template <class T, int N>
-__device__ __forceinline__ void weighted_products(const Pass<T>& pass, const Tile& tile, const float* weights,
-                                                  float* products) {
-  const int of_head = pass.head_dim / N;
-  int lanes = 1;
-  while (lanes < of_head && lanes < kWarp) lanes *= 2;
-  const int groups = kThreads / lanes, group = int(threadIdx.x) / lanes, lane = int(threadIdx.x) % lanes;
-  const int pairs = tile.rows * tile.heads;
-  for (int base = 0; base < pairs; base += kAtOnce * groups) {
-    float dots[kAtOnce] = {};
-    for (int vector = lane; vector < of_head; vector += lanes) {
-      Packed<T, N> x[kAtOnce]{}, y[kAtOnce]{};  // zeros where nothing is read
+struct PairVectors {
+  Packed<T, N> dout[kPairsAtOnce], out[kPairsAtOnce];
+
+  // Zeros where there is no pair or vector, or where the row is padding.
+  __device__ __forceinline__ void load(const Pass<T>& pass, const Tile& tile, const bool* padding, PairWalk walk,
+                                       int vector) {
+    const bool in_head = vector * N < pass.head_dim;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int pair = base + k * groups + group, row = pair / tile.heads, head = pair % tile.heads;
-        if (pair >= pairs || weights[row * kTileHeads + head] == 0.f) continue;
-        const int64_t col = (tile.first_head + head) * pass.head_dim + int64_t(vector) * N;
-        x[k] = load_packed<T, N>(pass.dout.at(tile.first_row + row, col));
-        y[k] = load_packed<T, N>(pass.out.at(tile.first_row + row, col));
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        float a[N], b[N];
-        widen<T, N>(x[k], a);
-        widen<T, N>(y[k], b);
-#pragma unroll
-        for (int i = 0; i < N; ++i) dots[k] += a[i] * b[i];
-      }
+    for (int k = 0; k < kPairsAtOnce; ++k, walk.advance()) {
+      dout[k] = out[k] = {};
+      if (!in_head || !walk.live() || padding[walk.row]) continue;
+      const int64_t col = (tile.first_head + walk.head) * pass.head_dim + int64_t(vector) * N;
+      dout[k] = load_packed<T, N>(pass.dout.at(tile.first_row + walk.row, col));
+      out[k] = load_packed<T, N>(pass.out.at(tile.first_row + walk.row, col));
     }
+  }
+  __device__ __forceinline__ void add_products(float (&dots)[kPairsAtOnce]) const {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
+    for (int k = 0; k < kPairsAtOnce; ++k) {
+      float a[N], b[N];
+      widen<T, N>(dout[k], a);
+      widen<T, N>(out[k], b);
+#pragma unroll
+      for (int i = 0; i < N; ++i) dots[k] += a[i] * b[i];
+    }
+  }
+};
+
+// The threads that share a pair's products.
+__device__ __forceinline__ int lanes_of(int vectors) {
+  int lanes = 1;
+  while (lanes < vectors && lanes < kWarp) lanes *= 2;
+  return lanes;
+}
+
+// The products of a tile's rows of dout and out, times `weights`, into `products`. `loaded`: the first vectors of the
+// walk's first pairs; those of the next pairs are loaded before the lanes add up.
+template <class T, int N>
+__device__ __forceinline__ void weighted_products(const Pass<T>& pass, const Tile& tile, const bool* padding,
+                                                  PairWalk walk, PairVectors<T, N>& loaded, int lane, int lanes,
+                                                  const float* weights, float* products) {
+  const int of_head = pass.head_dim / N;
+  for (int pairs = tile.rows * tile.heads; pairs > 0; pairs -= kPairsAtOnce * (kThreads / lanes)) {
+    float dots[kPairsAtOnce] = {};
+    loaded.add_products(dots);
+    for (int vector = lane + lanes; vector < of_head; vector += lanes) {
+      loaded.load(pass, tile, padding, walk, vector);
+      loaded.add_products(dots);
+    }
+    PairWalk at = walk;
+#pragma unroll
+    for (int k = 0; k < kPairsAtOnce; ++k) walk.advance();
+    loaded.load(pass, tile, padding, walk, lane);
+#pragma unroll
+    for (int k = 0; k < kPairsAtOnce; ++k, at.advance()) {
       for (int offset = lanes / 2; offset > 0; offset /= 2) dots[k] += __shfl_xor_sync(0xffffffffu, dots[k], offset);
-      const int pair = base + k * groups + group;
-      if (lane == 0 && pair < pairs) {
-        const int at = pair / tile.heads * kTileHeads + pair % tile.heads;
-        products[at] = weights[at] * dots[k];
-      }
+      if (lane != 0 || !at.live()) continue;
+      const float weight = weights[at.place()];
+      products[at.place()] = weight == 0.f ? 0.f : weight * dots[k];
     }
   }
 }
@@ -219,12 +260,16 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Pass<T> pass, 
   __shared__ bool padding[kTileRows];
   __shared__ float weights[kTileRows * kTileHeads], products[kTileRows * kTileHeads];
   const int thread = int(threadIdx.x), chunk = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts;
+  const int lanes = kSink ? lanes_of(pass.head_dim / N) : 1, lane = thread % lanes;
   float sum = 0.f;
   Tile tile{};
   for (int64_t number = part; number < tiles_of(pass.places.rows); number += parts) {
     tile = Tile::of(pass, number, chunk);
     if (thread < tile.rows) padding[thread] = pass.places.is_padding(tile.first_row + thread);
     __syncthreads();
+    const PairWalk walk = PairWalk::of(tile, kThreads / lanes, thread / lanes);
+    PairVectors<T, N> vectors;
+    if (kSink) vectors.load(pass, tile, padding, walk, lane);  // on their way beside the lse
     for_pairs(tile, [&](int row, int head) {
       const int64_t at_row = tile.first_row + row, at_head = tile.first_head + head;
       const float lse = padding[row] ? 0.f : *pass.lse.at(at_row, at_head);
@@ -233,7 +278,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Pass<T> pass, 
     });
     __syncthreads();
     if (!kSink) continue;
-    weighted_products<T, N>(pass, tile, weights, products);
+    weighted_products<T, N>(pass, tile, padding, walk, vectors, lane, lanes, weights, products);
     __syncthreads();
     for (int row = 0; row < tile.rows && thread < tile.heads; ++row) sum += products[row * kTileHeads + thread];
   }
@@ -247,7 +292,16 @@ __global__ void __launch_bounds__(kWarp* kSumRows)
   const int lane = int(threadIdx.x) % kWarp, first = int(threadIdx.x) / kWarp;
   const int64_t head = int64_t(blockIdx.x) * kWarp + lane;
   float sum = 0.f;
-  for (int part = first; part < parts && head < heads; part += kSumRows) sum += partials[part * heads + head];
+  for (int begin = first; begin < parts && head < heads; begin += kSumRows * kPartsAtOnce) {
+    float x[kPartsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kPartsAtOnce; ++k) {
+      const int part = begin + k * kSumRows;
+      x[k] = part < parts ? partials[part * heads + head] : 0.f;
+    }
+#pragma unroll
+    for (const float value : x) sum += value;
+  }
   sums[first][lane] = sum;
   __syncthreads();
   if (first != 0 || head >= heads) return;
