@@ -171,7 +171,9 @@ __device__ __forceinline__ void run_consumer(SharedStorage<Traits>& shared, cons
     } else {
       float accum[TileShape::kMmaAtoms][TileShape::kFragment];
       Traits::consume(shared.pipeline, state, p, work.group, work.tile, consumer, accum);
-      const WorkTilePipeline::GroupTile done = work;  // read after the main loop, which needs the registers
+      // Read after the main loop, which needs the registers; staged, its address is found again as well.
+      if constexpr (Traits::kStaged) hide_value(tile_state.count);
+      const WorkTilePipeline::GroupTile done = Traits::kStaged ? shared.work_tiles.tiles[tile_state.index()] : work;
       if constexpr (Traits::kStaged) {
         stage_results<Traits>(shared, state, p, done, consumer, rank, accum);
       } else {

@@ -68,6 +68,8 @@ __device__ __forceinline__ int read_thread_idx() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
+// The compiler computes values that depend on this one again after it, rather than keep them in registers.
+__device__ __forceinline__ void hide_value(uint32_t& value) { asm volatile("" : "+r"(value)); }
 // 16 bytes, if `live`. Volatile, so that loads are issued in program order: the compiler would place each load directly
 // before its use, and the warp would wait for each.
 __device__ __forceinline__ void load_global(const void* from, uint32_t (&words)[4], bool live) {
