@@ -8,6 +8,7 @@
 
 #include "grouped_quantize_case.h"
 #include "ops/quantize/grouped_walk.h"
+#include "transformer_engine/permute.h"
 
 namespace te {
 namespace {
@@ -112,6 +113,59 @@ TEST_P(GroupedQuantize, MoreTilesThanBlocks) {
   }
 }
 
+// Rows by a map equal the gathered rows, in every byte: rows that are read twice or not at all, and places of the map
+// that name no row of x, which become 0.
+template <class T>
+void check_mapped(int32_t device, const Shape& s, const Options& o, unsigned seed) {
+  GroupedQuantizeCase<T> gathered(device, s, o, seed), mapped(device, s, o, seed);
+  const int32_t tokens = 1 + int32_t(gathered.rows / 2);
+  Buffer<T> plain(device, tokens, s.cols, s.cols), x(device, tokens, s.cols, s.cols + s.extra_pitch);
+  const std::vector<T> values = draw<T>(tokens * s.cols, seed);
+  plain.fill(values);
+  x.fill(values);
+  std::mt19937 engine(seed);
+  std::vector<int32_t> rows(size_t(gathered.rows));
+  for (int32_t& row : rows) row = int32_t(engine() % unsigned(tokens + 2)) - 1;
+  Buffer<int32_t> map(device, 1, gathered.rows);
+  map.fill(rows);
+  Buffer<T> in_order(device, gathered.rows, s.cols, s.cols);
+  TE_ASSERT_OK(te_permute_gather(plain.tensor(), map.tensor(), in_order.tensor(), nullptr));
+  gathered.problem.x = in_order.tensor();
+  mapped.problem.x = x.tensor();
+  mapped.problem.row_map = map.tensor();
+  TE_ASSERT_OK(te_grouped_quantize(&gathered.problem, nullptr));
+  TE_ASSERT_OK(te_grouped_quantize(&mapped.problem, nullptr));
+  const auto same = [](const auto& a, const auto& b) {
+    const auto x = a.read(), y = b.read();
+    return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(x[0])) == 0;
+  };
+  const std::string what = name_of(s, o) + " " + te_dtype_name(kDtype<T>);
+  EXPECT_TRUE(same(gathered.row_data.buffer, mapped.row_data.buffer)) << what;
+  EXPECT_TRUE(same(gathered.panel_data.buffer, mapped.panel_data.buffer)) << what;
+  EXPECT_TRUE(same(gathered.row_scales.buffer, mapped.row_scales.buffer)) << what;
+  EXPECT_TRUE(same(gathered.panel_scales.buffer, mapped.panel_scales.buffer)) << what;
+  EXPECT_TRUE(same(gathered.amaxes, mapped.amaxes)) << what;
+  EXPECT_TRUE(mapped.parts.padding_untouched()) << what;
+}
+
+TEST_P(GroupedQuantize, RowsByAMap) {
+  const Shape shapes[] = {{{0}, 0, 16},
+                          {{0, 0}, 2, 48},
+                          {{1}, 0, 1, 3},
+                          {{129, 0, 3}, 3, 136, 3},
+                          {{1, 127, 128, 129, 0}, 7, 264, 8, 160, 2},
+                          {{130, 0, 1, 1, 257}, 0, 33},
+                          {{700, 0, 1, 90}, 60, 1536}};
+  unsigned seed = 1;
+  for (const Shape& s : shapes) {
+    for (const Options& o : kOptions) {
+      ++seed;
+      for_dtypes([&](auto t) { check_mapped<decltype(t)>(GetParam(), s, o, seed); });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_P(GroupedQuantize, EpsilonZerosAndNothingWanted) {
   GroupedQuantizeCase<float> c(GetParam(), {{2, 0, 3}, 0, 32}, {Mode::kCurrent, false, false, 2.f}, 1);
   c.x.fill(std::vector<float>(size_t(c.rows * 32), 0.f));
@@ -147,6 +201,13 @@ TEST_P(GroupedQuantize, BadArgumentsAreNamedAndNothingIsWritten) {
       {"'x'", blocks, [](P& p) { p.x.dtype = TE_INT32; }},
       {"'x'", blocks, [](P& p) { p.x.data = nullptr; }},
       {"'x'", blocks, [](P& p) { p.x.rows = int64_t(1) << 31; }},
+      {"'row_map'", blocks, [](P& p) { p.row_map = p.panels_scale_inv; }},
+      {"'row_map'", blocks, [](P& p) { p.row_map = {p.rowwise.data, 2, 8, 8, TE_INT32, p.x.device}; }},
+      {"'row_map'", blocks,
+       [&](P& p) {
+         on_other(p.row_map = {p.rowwise.data, 1, 8, 8, TE_INT32, p.x.device});
+       }},
+      {"'rowwise'", blocks, [](P& p) { p.row_map = {p.rowwise.data, 1, 9, 9, TE_INT32, p.x.device}; }},
       {"'groups'", blocks, [](P& p) { p.groups = 0; }},
       {"'groups'", blocks, [](P& p) { p.groups = TE_GROUPED_QUANTIZE_GROUPS + 1; }},
       {"'offsets'", blocks, [](P& p) { p.offsets = nullptr; }},

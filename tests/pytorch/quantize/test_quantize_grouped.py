@@ -69,6 +69,28 @@ def test_each_group_is_quantized_as_if_alone(dtype, e5m2, kind, device):
 
 
 @pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_by_a_map(dtype, kind, device):
+    _, spec = spec_of(kind)
+    rows, offsets = rows_of(136, dtype, device)
+    live, panels = sum(SPLITS), sum(panels_of(n) for n in SPLITS)
+    tokens = randn(150, 136, dtype=dtype, device=device)
+    source = torch.randint(-1, 150, (len(rows),), device=device, dtype=torch.int32)
+    gathered = torch.ops.te.permute_gather_fwd(tokens, source)
+    want = torch.ops.te.grouped_quantize(gathered, offsets, spec, True, True)
+    got = torch.ops.te.grouped_quantize(tokens, offsets, spec, True, True, source)
+    assert [one.shape for one in got] == [one.shape for one in want]
+    assert_same_bits(got[0][:live], want[0][:live], "rowwise")
+    assert_same_bits(got[2][:panels], want[2][:panels], "panels")
+    scales = slice(live) if kind == "block1d" else slice(None)
+    assert_same_bits(got[1][:, scales], want[1][:, scales], "scales")
+    assert_same_bits(got[3][:panels], want[3][:panels], "scales of panels")
+    for bad in (source.long(), source[None], torch.stack([source, source], 1)[:, 0]):
+        with refused(ValueError, "grouped_quantize", "'row_map'", "int32"):
+            torch.ops.te.grouped_quantize(tokens, offsets, spec, True, True, bad)
+
+
+@pytest.mark.parametrize("kind", SPECS)
 def test_no_rows_and_strided_ones(kind, device):
     _, spec = spec_of(kind)
     for splits in ([0, 0, 0], [0]):
@@ -106,6 +128,11 @@ def test_schemas_and_meta(kind, directions, device):
         x, offsets = rows_of(cols, torch.bfloat16, device, [128, 256], 0)
         torch.library.opcheck(
             torch.ops.te.grouped_quantize.default, (x, offsets, spec_of(kind)[1], *directions),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+        source = torch.arange(384, device=device, dtype=torch.int32) % 100
+        torch.library.opcheck(
+            torch.ops.te.grouped_quantize.default, (x[:100], offsets, spec_of(kind)[1], *directions, source),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 

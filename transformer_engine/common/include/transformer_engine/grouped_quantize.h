@@ -5,6 +5,8 @@
  * Formula. For each group g with rows [offsets[g], offsets[g + 1]) of x [R, K], the result of te_quantize on these rows
  *   alone, in every byte and scale: its rowwise direction at the same rows of `rowwise`, its columnwise one as panels.
  *   Both come from one read of x; each may be absent (data NULL).
+ * Row map. With row_map [1, R], x is [T, K] and row r is x[row_map[r]], 0 where row_map[r] is not a row of x: the bytes
+ *   and scales of te_permute_gather and then this function, without the gathered rows in memory.
  * Panels. A panel has up to 128 rows of one group; group g of n rows has ceil(n / 128) of them, followed by those of
  *   the next group. Panel p is rows [p K, (p + 1) K) of `panels` [P K, 128]: for each column of x the adjacent values
  *   of the panel's rows, 0 after the group's last row. P >= (R - m) / 128 + m, m = min(groups, R), so that any split
@@ -19,9 +21,9 @@
  * TENSOR takes group g's scale from scales[g] (delayed scaling), and then *amaxes[g] = max(*amaxes[g], max |x|); or,
  *   with amax_parts, computes it from the group's max |x| (current scaling), which is stored in *amaxes[g]. Exactly one
  *   of scales and amax_parts is present.
- * Dtypes. x float32, bfloat16 or float16; data float8_e4m3 or float8_e5m2, one for both.
+ * Dtypes. x float32, bfloat16 or float16; data float8_e4m3 or float8_e5m2, one for both; row_map int32.
  * Layouts. x, scales: any address, any pitch >= cols. rowwise: address and pitch on 16 bytes; bytes between a row's
- *   columns and the pitch become 0. panels: address on 16 bytes, pitch 128. Any K, R < 2^31, and up to
+ *   columns and the pitch become 0. panels: address on 16 bytes, pitch 128. Any K, R and T < 2^31, and up to
  *   TE_GROUPED_QUANTIZE_GROUPS groups of any sizes, 0 included.
  * Offsets. Those of te_grouped_offsets: 0 = offsets[0] <= ... <= offsets[groups] <= R, on x's device. On the CPU others
  *   are refused; on CUDA they are not checked, but nothing outside of the tensors is read or written for any offsets.
@@ -46,7 +48,8 @@ extern "C" {
 
 /* Absent arguments are NULL (a tensor: its data, with 0 rows and columns). */
 typedef struct te_grouped_quantize_problem {
-  te_tensor x;            /* [R, K] */
+  te_tensor x;            /* [R, K]; with row_map [T, K] */
+  te_tensor row_map;      /* int32 [1, R] on x's device; or absent */
   int32_t groups;         /* 1 to TE_GROUPED_QUANTIZE_GROUPS */
   const int32_t* offsets; /* [groups + 1] on x's device */
   te_scaling scaling;     /* TE_SCALING_TENSOR or TE_SCALING_BLOCK_1D */

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "core/device.h"
 #include "ops/quantize/fp8.h"
@@ -24,6 +26,8 @@ namespace {
 constexpr const char* kOp = "te_grouped_quantize";
 constexpr te_tensor kAbsent{nullptr, 0, 0, 0, TE_FLOAT32, TE_DEVICE_CPU};
 
+int64_t rows_of_all(const te_grouped_quantize_problem& p) { return is_absent(p.row_map) ? p.x.rows : p.row_map.cols; }
+
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ---- contract ----
@@ -39,7 +43,7 @@ void check_data(const char* argument, const te_tensor& t, const te_tensor& x) {
 }
 
 void check_rowwise(const te_grouped_quantize_problem& p) {
-  const int64_t rows = p.x.rows, cols = p.x.cols;
+  const int64_t rows = rows_of_all(p), cols = p.x.cols;
   check_shape(kOp, "rowwise", p.rowwise, rows, cols);
   check_data("rowwise", p.rowwise, p.x);
   if (p.rowwise.row_pitch % 16 != 0) {
@@ -51,12 +55,12 @@ void check_rowwise(const te_grouped_quantize_problem& p) {
 }
 
 void check_panels(const te_grouped_quantize_problem& p) {
-  const int64_t cols = p.x.cols, most = most_panels(p.x.rows, p.groups);
+  const int64_t rows = rows_of_all(p), cols = p.x.cols, most = most_panels(rows, p.groups);
   check_shape(kOp, "panels", p.panels, p.panels.rows, kPanelRows);
   const int64_t panels = cols > 0 ? p.panels.rows / cols : most;
   if (panels * cols != p.panels.rows || panels < most) {
     bad_argument(kOp, "panels", shape_of(p.panels),
-                 concat(cols, " rows a panel and ", most, " panels or more, which ", p.groups, " groups of ", p.x.rows,
+                 concat(cols, " rows a panel and ", most, " panels or more, which ", p.groups, " groups of ", rows,
                         " rows may need"));
   }
   if (p.panels.row_pitch != kPanelRows) {
@@ -98,14 +102,25 @@ void check_offsets(const te_grouped_quantize_problem& p) {
   for (int32_t g = 0; g < p.groups; ++g) {
     if (p.offsets[g + 1] < p.offsets[g]) refuse(g + 1, "no less than the offset before it");
   }
-  if (p.offsets[p.groups] > p.x.rows) {
+  if (p.offsets[p.groups] > rows_of_all(p)) {
     refuse(p.groups, "no more than the rows there are (te_grouped_offsets cuts them)");
   }
+}
+
+void check_row_map(const te_grouped_quantize_problem& p) {
+  const te_tensor& map = p.row_map;
+  if (is_absent(map)) return;
+  check_tensor(kOp, "row_map", map);
+  if (map.dtype != TE_INT32) bad_argument(kOp, "row_map", concat("of dtype ", te_dtype_name(map.dtype)), "int32");
+  if (map.device != p.x.device) bad_argument(kOp, "row_map", concat("on ", device_of(map)), device_of(p.x));
+  if (map.rows != 1) bad_argument(kOp, "row_map", shape_of(map), "one row, with the row of x for each row");
+  if (map.cols > INT32_MAX) bad_argument(kOp, "row_map", shape_of(map), "fewer than 2^31 rows");
 }
 
 void check(const te_grouped_quantize_problem& p) {
   check_tensor(kOp, "x", p.x);
   dispatch_float(p.x.dtype, kOp, "x", [](auto) {});
+  check_row_map(p);
   if (p.x.rows > INT32_MAX) bad_argument(kOp, "x", shape_of(p.x), "fewer than 2^31 rows");
   if (p.groups < 1 || p.groups > kMostGroups) {
     bad_argument(kOp, "groups", p.groups, concat("1 to ", kMostGroups, "; more groups take more calls"));
@@ -118,7 +133,7 @@ void check(const te_grouped_quantize_problem& p) {
     bad_argument(kOp, "amax_epsilon", p.amax_epsilon, "a finite number >= 0");
   }
   const bool rowwise = !is_absent(p.rowwise), panels = !is_absent(p.panels);
-  if (!rowwise && !panels && p.x.rows * p.x.cols != 0) {
+  if (!rowwise && !panels && rows_of_all(p) * p.x.cols != 0) {
     bad_argument(kOp, "rowwise", "absent, as is panels", "one of them, or both");
   }
   const auto refuse = [](const char* argument, bool is_present, bool given) {
@@ -196,7 +211,26 @@ int64_t run_group(const te_grouped_quantize_problem& p, int32_t g, int64_t panel
   return count;
 }
 
+// The rows of x that the map names, in `memory`.
+te_tensor gathered(const te_grouped_quantize_problem& p, std::vector<char>& memory) {
+  const size_t bytes = size_t(p.x.cols) * te_dtype_bytes(p.x.dtype);
+  const auto* map = row_ptr<const int32_t>(p.row_map, 0);
+  memory.assign(size_t(p.row_map.cols) * bytes, 0);
+  for (int64_t row = 0; row < p.row_map.cols && bytes > 0; ++row) {
+    if (map[row] < 0 || map[row] >= p.x.rows) continue;
+    std::memcpy(memory.data() + size_t(row) * bytes, rows_of(p.x, map[row], map[row] + 1).data, bytes);
+  }
+  return {memory.data(), p.row_map.cols, p.x.cols, p.x.cols, p.x.dtype, TE_DEVICE_CPU};
+}
+
 void run(const te_grouped_quantize_problem& p) {
+  if (!is_absent(p.row_map)) {
+    std::vector<char> memory;
+    te_grouped_quantize_problem plain = p;
+    plain.x = gathered(p, memory);
+    plain.row_map = kAbsent;
+    return run(plain);
+  }
   int64_t panel = 0;
   for (int32_t g = 0; g < p.groups; ++g) panel += run_group(p, g, panel);
   const te_tensor& scales = p.rowwise_scale_inv;

@@ -17,10 +17,13 @@ constexpr const char* kOp = "te_grouped_quantize";
 constexpr int kGroupsOfThread = kMostGroups / kThreads;
 static_assert(kGroupsOfThread * kThreads == kMostGroups && kPanelRows == kTile);
 
-// The input and its division. `most`: the capacity of panels.
+// The input and its division. `most`: the capacity of panels. `row_map`: of the rows, to those of x, which are
+// `tokens`.
 template <class T>
 struct Input {
   Source<T> x;
+  const int32_t* row_map;
+  int32_t tokens;
   const int32_t* offsets;
   int32_t groups, rows, most;
   int64_t cols;
@@ -97,6 +100,32 @@ __device__ __forceinline__ void load_tile(const Input<T>& in, const Panel& panel
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (i >= rows) values[i] = Vector<T>{};
+  }
+}
+
+// The same of rows that a map names, 0 where it names none.
+template <class T>
+__device__ __forceinline__ void load_mapped_tile(const Input<T>& in, const Panel& panel, const Place& at,
+                                                 Vector<T> (&values)[kRows]) {
+  const int n = int(min(int64_t(kColumns), in.cols - at.col()));
+  const int rows = n > 0 ? panel.rows - int(at.row()) : 0;
+  int32_t from[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) from[i] = i < rows ? in.row_map[panel.row + at.row() + i] : -1;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const bool live = from[i] >= 0 && from[i] < in.tokens;
+    values[i] = live ? load_some(in.x, 0, from[i], at.col(), n, in.wide) : Vector<T>{};
+  }
+}
+
+template <bool kMapped, class T>
+__device__ __forceinline__ void load(const Input<T>& in, const Panel& panel, const Place& at,
+                                     Vector<T> (&values)[kRows]) {
+  if constexpr (kMapped) {
+    load_mapped_tile(in, panel, at, values);
+  } else {
+    load_tile(in, panel, at, values);
   }
 }
 
@@ -185,7 +214,7 @@ __device__ __forceinline__ Dest dest_of(const Dest& full, const Scales& scales, 
   return dest;
 }
 
-template <class T, class Scales>
+template <bool kMapped, class T, class Scales>
 __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     grouped_kernel(const __grid_constant__ Input<T> in, const __grid_constant__ Dest full,
                    const __grid_constant__ Scales scales, int32_t tile_cols) {
@@ -201,13 +230,13 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     const Panel panel(groups, at.group, at.in_group);
     const Place place(0, int64_t(tile - unsigned(number) * unsigned(tile_cols)));
     Vector<T> values[kRows];
-    load_tile(in, panel, place, values);
+    load<kMapped>(in, panel, place, values);
     emit<T>(dest_of(full, scales, groups, in.groups, at, number, panel), values, place, shared);
     __syncthreads();  // for the readers of `shared`
   }
 }
 
-template <class T>
+template <bool kMapped, class T>
 __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     grouped_amax_kernel(const __grid_constant__ Input<T> in, float* parts, int32_t tile_cols) {
   __shared__ Shared shared;
@@ -224,7 +253,8 @@ __global__ void __launch_bounds__(kThreads, Source<T>::kBlocksPerSm)
     for (; tile < group_end; ++tile) {
       const int32_t number = tile / tile_cols;
       Vector<T> values[kRows];
-      load_tile(in, Panel(groups, group, number - groups.before[group]), Place(0, tile - number * tile_cols), values);
+      const Panel panel(groups, group, number - groups.before[group]);
+      load<kMapped>(in, panel, Place(0, tile - number * tile_cols), values);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) take_magnitudes<T>(largest, values[i]);
     }
@@ -252,19 +282,22 @@ GroupScales scales_of(const te_grouped_quantize_problem& p) {
   return scales;
 }
 
-template <class T>
+template <bool kMapped, class T>
 void run_as(const te_grouped_quantize_problem& p, cudaStream_t stream) {
-  const auto most = int32_t(most_panels(p.x.rows, p.groups));
-  const Input<T> in{Source<T>(p.x), p.offsets, p.groups, int32_t(p.x.rows), most, p.x.cols, is_wide(p.x)};
+  const int64_t rows = kMapped ? p.row_map.cols : p.x.rows;
+  const auto most = int32_t(most_panels(rows, p.groups));
+  const auto* row_map = static_cast<const int32_t*>(p.row_map.data);
+  const Input<T> in{Source<T>(p.x), row_map, int32_t(p.x.rows), p.offsets,   p.groups,
+                    int32_t(rows),  most,    p.x.cols,          is_wide(p.x)};
   const te_quantize_plan plan{{}, {}, {}, {}, {}, p.pow_2_scales, p.amax_epsilon};
-  const Dest full(plan, full_quantized(p), p.x.rows, p.x.cols);
+  const Dest full(plan, full_quantized(p), rows, p.x.cols);
   const int64_t wide_cols = full.rowwise != nullptr && full.row_pitch > p.x.cols ? full.row_pitch : p.x.cols;
   const int64_t tile_cols = tiles_of(wide_cols), part_cols = tiles_of(p.x.cols);
   const unsigned tiles = grid_of(kOp, most * tile_cols);
   const auto at_once = unsigned(device_properties(p.x.device).sm_count * Source<T>::kBlocksPerSm);
   const unsigned blocks = tiles < at_once ? tiles : at_once;
   if (p.scaling == TE_SCALING_BLOCK_1D) {
-    grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, full, BlockScales{}, int32_t(tile_cols));
+    grouped_kernel<kMapped><<<blocks, kThreads, 0, stream>>>(in, full, BlockScales{}, int32_t(tile_cols));
     return check_launch(kOp);
   }
   GroupScales scales = scales_of(p);
@@ -272,19 +305,22 @@ void run_as(const te_grouped_quantize_problem& p, cudaStream_t stream) {
     const unsigned part_blocks = tiles < TE_GROUPED_QUANTIZE_PARTS ? tiles : TE_GROUPED_QUANTIZE_PARTS;
     scales.part_blocks = int32_t(part_blocks);
     scales.part_cols = int32_t(part_cols);
-    grouped_amax_kernel<<<part_blocks, kThreads, 0, stream>>>(in, static_cast<float*>(p.amax_parts.data),
-                                                              int32_t(part_cols));
+    grouped_amax_kernel<kMapped>
+        <<<part_blocks, kThreads, 0, stream>>>(in, static_cast<float*>(p.amax_parts.data), int32_t(part_cols));
     check_launch(kOp);
   }
-  grouped_kernel<<<blocks, kThreads, 0, stream>>>(in, full, scales, int32_t(tile_cols));
+  grouped_kernel<kMapped><<<blocks, kThreads, 0, stream>>>(in, full, scales, int32_t(tile_cols));
   check_launch(kOp);
 }
 
 }  // namespace
 
 void run(const te_grouped_quantize_problem& problem, te_stream stream) {
-  dispatch_float(problem.x.dtype, kOp, "x",
-                 [&](auto t) { run_as<decltype(t)>(problem, static_cast<cudaStream_t>(stream)); });
+  dispatch_float(problem.x.dtype, kOp, "x", [&](auto t) {
+    using T = decltype(t);
+    if (is_absent(problem.row_map)) return run_as<false, T>(problem, static_cast<cudaStream_t>(stream));
+    run_as<true, T>(problem, static_cast<cudaStream_t>(stream));
+  });
 }
 
 void count_panels(const int32_t* offsets, int32_t groups, int32_t* panels, te_stream stream) {

@@ -46,6 +46,8 @@ struct Operand {
   Tensor plain;  // undefined where it is FP8
   Quantized fp8;
   std::vector<Operand> groups = {};  // in place of one matrix: one for each group of its rows
+  // int32; defined: row r is plain[row_map[r]], or 0. Between a prologue and what quantizes its result alone.
+  Tensor row_map = {};
 
   bool quantized() const { return fp8.defined() || !groups.empty(); }
   bool defined() const { return plain.defined() || quantized(); }

@@ -183,7 +183,7 @@ LayerOutput layer_forward(const DispatchMode& dispatch, const LayerConfig& confi
     Operand operand = std::move(out.prologue.operand);
     if (!prologue.is_identity()) {
       const Tensor& matrix = operand.quantized() ? operand.fp8.rowwise : operand.plain;
-      rows = matrix.sym_size(0);
+      rows = operand.row_map.defined() ? operand.row_map.sym_size(0) : matrix.sym_size(0);
       check_shapes(config, in, operand.quantized() || q != nullptr ? x : matrix, matrix.sym_size(-1));
     }
     return operand;

@@ -7,6 +7,7 @@
 #include "gemm/gemm.h"
 #include "gemm/gemm_fp8.h"
 #include "gemm/linear_core.h"
+#include "ops/permute.h"
 
 namespace te_torch::layer {
 
@@ -55,6 +56,11 @@ Tensor dgrad_of(const DispatchMode& dispatch, const Operand& dy, const Operand& 
   if (!into.defined()) return dispatch.call<linear_dgrad>("te::linear_dgrad", t, w);
   Direct::call<linear_dgrad_into>("te::linear_dgrad", t, w, into);
   return into;
+}
+
+Tensor gathered_rows(const DispatchMode& dispatch, const Operand& operand) {
+  if (!operand.row_map.defined()) return operand.plain;
+  return dispatch.call<permute_gather_fwd>("te::permute_gather_fwd", operand.plain, operand.row_map);
 }
 
 Tensor matrix_of(const Tensor& t) {

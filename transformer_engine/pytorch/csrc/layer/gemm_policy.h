@@ -28,8 +28,9 @@ struct Gradient {
 
 using Sums = c10::SmallVector<Tensor, 1>;  // one for each bias
 Tensor column_sums(const Tensor& dy);
-Tensor matrix_of(const Tensor& t);                              // leading dimensions folded
-Tensor with_rows_of(const Tensor& matrix, const Tensor& like);  // with like's leading dimensions
+Tensor matrix_of(const Tensor& t);                                           // leading dimensions folded
+Tensor gathered_rows(const DispatchMode& dispatch, const Operand& operand);  // by its row_map, if it has one
+Tensor with_rows_of(const Tensor& matrix, const Tensor& like);               // with like's leading dimensions
 // Some rows of a matrix, and all of them one by one.
 Tensor rows_of_matrix(const DispatchMode& dispatch, const Tensor& matrix, const Rows& rows);
 Sums each_row(const DispatchMode& dispatch, const Tensor& matrix);
@@ -57,11 +58,12 @@ class TE_EXPORT GemmPolicy {
   // Whether this policy receives operands in high precision and quantizes each group of rows by itself.
   virtual bool quantizes_groups(const ProductQuantization* all) const { return false; }
   // Quantizes each group by its quantization(). dbias: receives the column sums of each group; null: not wanted.
-  virtual Operand quantized_groups(const DispatchMode&, Pass, const Tensor& t, QuantizeUsage, Tensor* dbias) const {
+  virtual Operand quantized_groups(const DispatchMode&, Pass, const Operand& plain, QuantizeUsage,
+                                   Tensor* dbias) const {
     return {};
   }
   // Quantizes the forward's operand again, to the same bits. used: the used_scales() of that operand.
-  virtual Operand quantized_again(const DispatchMode&, const Tensor& t, QuantizeUsage, at::TensorList used) const {
+  virtual Operand quantized_again(const DispatchMode&, const Operand& plain, QuantizeUsage, at::TensorList used) const {
     return {};
   }
   // The same policy, which quantizes the forward's operands by the scales that were used before, and touches no state.

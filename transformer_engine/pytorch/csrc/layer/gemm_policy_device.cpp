@@ -224,21 +224,22 @@ class DeviceGroups final : public GemmPolicy {
   }
   bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
 
-  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Tensor& t, QuantizeUsage usage,
+  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Operand& plain, QuantizeUsage usage,
                            Tensor* dbias) const override {
     const auto quantizer_of = [&](const Quantization& q) {
       return pass == Pass::kFprop ? &q->x : gradient_quantizer(q.get(), usage);
     };
-    if (quantizer_of(grouping_.quantizations[0]) == nullptr) return {t, {}};
-    if (dbias != nullptr) *dbias = sums_as_quantized(dispatch, t);
-    if (!usage.rowwise && !usage.columnwise) return {t, {}};
-    const Tensor rows = matrix_of(t);
+    const bool any = usage.rowwise || usage.columnwise, quantizes = quantizer_of(grouping_.quantizations[0]) != nullptr;
+    if (quantizes && dbias != nullptr) *dbias = sums_as_quantized(dispatch, gathered_rows(dispatch, plain));
+    if (!quantizes || !any) return {gathered_rows(dispatch, plain), {}};
+    const Tensor rows = matrix_of(plain.plain);
+    const OptionalTensor row_map = plain.row_map.defined() ? OptionalTensor(plain.row_map) : OptionalTensor();
     c10::SmallVector<const Quantizer*, 8> quantizers;
     for (const Quantization& q : grouping_.quantizations) quantizers.push_back(quantizer_of(q));
     if (dispatch.direct()) {
       return {{},
               Direct::call<grouped_quantize>("te::grouped_quantize", at::ArrayRef<const Quantizer*>(quantizers), rows,
-                                             grouping_.offsets, usage)};
+                                             grouping_.offsets, usage, row_map)};
     }
     const QuantizeSpec& spec = quantizers[0]->spec;
     refuse_state(*quantizers[0]);
@@ -246,7 +247,7 @@ class DeviceGroups final : public GemmPolicy {
     spec.pack(packed);
     const auto [rowwise, rowwise_scales, panels, panel_scales] =
         Dispatched::call<grouped_quantize_op>("te::grouped_quantize", rows, grouping_.offsets,
-                                              at::ArrayRef<int64_t>(packed), usage.rowwise, usage.columnwise);
+                                              at::ArrayRef<int64_t>(packed), usage.rowwise, usage.columnwise, row_map);
     Quantized q{spec.scaling(), spec.e5m2, {}, {}, {}, {}};
     if (usage.rowwise) q.rowwise = rowwise, q.rowwise_scale_inv = rowwise_scales;
     if (usage.columnwise) q.columnwise = panels, q.columnwise_scale_inv = panel_scales;
@@ -276,10 +277,10 @@ class DeviceGroups final : public GemmPolicy {
     }
     return std::make_shared<DeviceGroups>(std::move(grouping));
   }
-  Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
+  Operand quantized_again(const DispatchMode& dispatch, const Operand& plain, QuantizeUsage usage,
                           at::TensorList used) const override {
-    if (used.empty()) return quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
-    return with_scales(used)->quantized_groups(dispatch, Pass::kFprop, t, usage, nullptr);
+    if (used.empty()) return quantized_groups(dispatch, Pass::kFprop, plain, usage, nullptr);
+    return with_scales(used)->quantized_groups(dispatch, Pass::kFprop, plain, usage, nullptr);
   }
 
   Tensor fprop(const DispatchMode& dispatch, const Operand& x, const Rows*, const WeightSet& w, const Tensor& like,

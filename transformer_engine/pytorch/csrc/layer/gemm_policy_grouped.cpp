@@ -178,9 +178,9 @@ class HostGroups final : public GemmPolicy {
   }
   bool quantizes_groups(const ProductQuantization* all) const override { return all != nullptr; }
 
-  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Tensor& t, QuantizeUsage usage,
+  Operand quantized_groups(const DispatchMode& dispatch, Pass pass, const Operand& plain, QuantizeUsage usage,
                            Tensor* dbias) const override {
-    const Tensor rows = matrix_of(t);
+    const Tensor t = gathered_rows(dispatch, plain), rows = matrix_of(t);
     Operand all;
     std::vector<Tensor> sums(groups_.size());
     bool any = false, summed = false;
@@ -202,9 +202,9 @@ class HostGroups final : public GemmPolicy {
     return any ? all : Operand{t, {}};
   }
 
-  Operand quantized_again(const DispatchMode& dispatch, const Tensor& t, QuantizeUsage usage,
+  Operand quantized_again(const DispatchMode& dispatch, const Operand& plain, QuantizeUsage usage,
                           at::TensorList used) const override {
-    const Tensor rows = matrix_of(t);
+    const Tensor t = gathered_rows(dispatch, plain), rows = matrix_of(t);
     Operand all;
     bool any = false;
     size_t next = 0;

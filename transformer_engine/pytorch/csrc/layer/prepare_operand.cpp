@@ -21,11 +21,14 @@ PreparedOperand prepare_operand(const DispatchMode& dispatch, const LayerConfig&
   const bool by_groups = config.gemm_policy->quantizes_groups(q);
   const bool in_producer = when == QuantizeAt::kBeforeGather && !by_groups && !request.keep_high_precision;
   PreparedOperand prepared{produce(in_producer ? quantizer : nullptr), {}, nullptr};
-  if (in_producer) return prepared;
   Operand& operand = prepared.for_gemm;
+  if (operand.row_map.defined() && (!by_groups || request.keep_high_precision)) {
+    operand = {gathered_rows(dispatch, operand), {}};
+  }
+  if (in_producer) return prepared;
   if (request.keep_high_precision) prepared.high_precision = operand;
   if (by_groups) {
-    operand = config.gemm_policy->quantized_groups(dispatch, request.pass, Tensor(operand.plain), request.usage,
+    operand = config.gemm_policy->quantized_groups(dispatch, request.pass, Operand(operand), request.usage,
                                                    request.column_sums);
     return prepared;
   }
@@ -55,13 +58,16 @@ OperandRecompute plan_recompute(const DispatchMode& dispatch, const LayerConfig&
 
 Operand finish_recompute(const DispatchMode& dispatch, const LayerConfig& config, const OperandRecompute& plan,
                          Operand operand, at::TensorList used_scales) {
-  if (plan.afterwards == nullptr) return operand;
+  if (plan.afterwards == nullptr) {
+    if (operand.row_map.defined()) operand = {gathered_rows(dispatch, operand), {}};
+    return operand;
+  }
   const ProductQuantization* q = config.quantization.get();
   if (config.gemm_policy->quantizes_groups(q)) {
-    return config.gemm_policy->quantized_again(dispatch, operand.plain, kept_usage(q), used_scales);
+    return config.gemm_policy->quantized_again(dispatch, operand, kept_usage(q), used_scales);
   }
   const Tensor scales = used_scales.empty() ? Tensor() : used_scales[0];
-  return recomputed_operand(dispatch, plan.afterwards, scales, operand.plain, kept_usage(q));
+  return recomputed_operand(dispatch, plan.afterwards, scales, gathered_rows(dispatch, operand), kept_usage(q));
 }
 
 }  // namespace te_torch::layer

@@ -1,5 +1,7 @@
 // Rows of x as a prologue, in the order of a map (transformer_engine/permute.h): x has tokens, the GEMM reads a row for
-// each pair of a token and an expert. The backward gathers them again from x, unless the call keeps them.
+// each pair of a token and an expert. The backward gathers them again from x, unless the call keeps them. Where groups
+// of rows on the device are quantized, that gathers them (te_grouped_quantize).
+#include "layer/gemm_policy.h"
 #include "layer/prologue.h"
 #include "ops/permute.h"
 
@@ -25,7 +27,8 @@ class GatheredRows final : public Prologue {
   PrologueOutput forward(const DispatchMode& dispatch, const PrologueInput& in, const Quantizer* quantizer,
                          QuantizeUsage usage, bool) const override {
     const Tensor &source = in.tensors[row_map::kTokenOfRow], &back = in.tensors[row_map::kRowOfPair];
-    return {operand_of(dispatch, quantizer, gathered(dispatch, in.x, source), usage),
+    const Operand rows{in.x, {}, {}, source};
+    return {quantizer == nullptr ? rows : operand_of(dispatch, quantizer, gathered_rows(dispatch, rows), usage),
             in.x,
             {},
             {{row_map::kTokenOfRow, source, &kTokenOfRow, true, true}, {row_map::kRowOfPair, back, &kRowOfPair, true}}};
@@ -33,8 +36,9 @@ class GatheredRows final : public Prologue {
 
   Operand recompute(const DispatchMode& dispatch, const PrologueSaved& saved,
                     const Quantizer* quantizer) const override {
-    return recomputed_operand(dispatch, quantizer, saved.used_scales,
-                              gathered(dispatch, saved.input, saved.tensors[row_map::kTokenOfRow]), {false, true});
+    const Operand rows{saved.input, {}, {}, saved.tensors[row_map::kTokenOfRow]};
+    if (quantizer == nullptr) return rows;
+    return recomputed_operand(dispatch, quantizer, saved.used_scales, gathered_rows(dispatch, rows), {false, true});
   }
 
   PrologueBackward backward(const DispatchMode& dispatch, const PrologueSaved& saved,
@@ -44,11 +48,6 @@ class GatheredRows final : public Prologue {
     back.dx.plain = dispatch.call<unpermute_fwd>("te::unpermute_fwd", g.d_operand, saved.tensors[row_map::kRowOfPair],
                                                  false, OptionalTensor(), OptionalTensor(), OptionalTensor());
     return back;
-  }
-
- private:
-  static Tensor gathered(const DispatchMode& dispatch, const Tensor& x, const Tensor& source) {
-    return dispatch.call<permute_gather_fwd>("te::permute_gather_fwd", x, source);
   }
 };
 

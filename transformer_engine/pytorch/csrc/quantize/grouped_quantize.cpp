@@ -34,10 +34,26 @@ c10::SymInt most_panels(const c10::SymInt& rows, size_t groups) {
   return (rows - many) / kPanel + many;
 }
 
-void check_input(const Tensor& x, const Tensor& offsets, const QuantizeSpec& spec) {
+// x, and the map of its rows.
+struct MappedRows {
+  const Tensor& x;
+  const OptionalTensor& row_map;
+
+  c10::SymInt rows() const { return row_map.has_value() ? row_map->sym_size(0) : x.sym_size(0); }
+  c10::SymInt cols() const { return x.sym_size(1); }
+};
+
+void check_input(const MappedRows& in, const Tensor& offsets, const QuantizeSpec& spec) {
+  const Tensor& x = in.x;
   check_float(x, kGrouped, "x");
   TORCH_CHECK_VALUE(x.dim() == 2, kGrouped, ": argument 'x' has shape ", x.sym_sizes(), ", wanted a matrix.");
   check_offsets(offsets, x, groups_of(offsets));
+  if (in.row_map.has_value()) {
+    const Tensor& map = *in.row_map;
+    const bool fits = map.dim() == 1 && map.scalar_type() == at::kInt && map.is_contiguous();
+    TORCH_CHECK_VALUE(fits && map.device() == x.device(), kGrouped, ": argument 'row_map' is ", map.scalar_type(), " ",
+                      map.sym_sizes(), " on ", map.device(), ", wanted int32 [rows], contiguous, on ", x.device(), ".");
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       spec.kind == QuantizeSpec::kDelayed || spec.kind == QuantizeSpec::kCurrent || spec.kind == QuantizeSpec::kBlock1d,
       kGrouped, ": argument 'quantizer' is of kind '", kQuantizerKinds[spec.kind].name,
@@ -45,30 +61,31 @@ void check_input(const Tensor& x, const Tensor& offsets, const QuantizeSpec& spe
 }
 
 // The shape of scales in a direction. panels: P, or 0 for rowwise.
-std::array<c10::SymInt, 2> scales_of(te_scaling scaling, const Tensor& x, size_t groups, bool panels) {
+std::array<c10::SymInt, 2> scales_of(te_scaling scaling, const MappedRows& in, size_t groups, bool panels) {
   if (scaling == TE_SCALING_TENSOR) return {1, int64_t(groups)};
-  if (panels) return {most_panels(x.sym_size(0), groups), rounded_up(x.sym_size(1), 4)};
-  return te::scale_shape(scaling, x.sym_size(0), x.sym_size(1));
+  if (panels) return {most_panels(in.rows(), groups), rounded_up(in.cols(), 4)};
+  return te::scale_shape(scaling, in.rows(), in.cols());
 }
 
 // Not initialized. apart: the scales of TENSOR are allocated twice, as the results of an op may not share memory.
-Quantized empty_grouped(const QuantizeSpec& spec, const Tensor& x, size_t groups, QuantizeUsage usage, bool apart) {
-  const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
+Quantized empty_grouped(const QuantizeSpec& spec, const MappedRows& in, size_t groups, QuantizeUsage usage,
+                        bool apart) {
+  const auto bytes = in.x.options().dtype(at::kByte), floats = in.x.options().dtype(at::kFloat);
   Quantized q;
   q.scaling = spec.scaling();
   q.e5m2 = spec.e5m2;
-  const c10::SymInt rows = x.sym_size(0), cols = x.sym_size(1);
+  const c10::SymInt rows = in.rows(), cols = in.cols();
   if (usage.rowwise) {
     const c10::SymInt pitch = rounded_up(cols, kRowBytes);
     const Tensor data = at::empty_symint({rows, pitch}, bytes);
     q.rowwise = pitch == cols ? data : data.narrow_symint(1, 0, cols);
-    q.rowwise_scale_inv = at::empty_symint(scales_of(q.scaling, x, groups, false), floats);
+    q.rowwise_scale_inv = at::empty_symint(scales_of(q.scaling, in, groups, false), floats);
   }
   if (usage.columnwise) {
     q.columnwise = at::empty_symint({most_panels(rows, groups), cols, kPanel}, bytes);
     const bool shared = usage.rowwise && q.scaling == TE_SCALING_TENSOR && !apart;
     q.columnwise_scale_inv =
-        shared ? q.rowwise_scale_inv : at::empty_symint(scales_of(q.scaling, x, groups, true), floats);
+        shared ? q.rowwise_scale_inv : at::empty_symint(scales_of(q.scaling, in, groups, true), floats);
   }
   return q;
 }
@@ -109,17 +126,18 @@ struct States {
   }
 };
 
-void run(at::ArrayRef<const Quantizer*> quantizers, const Tensor& in, const Tensor& offsets, const Quantized& out) {
+void run(at::ArrayRef<const Quantizer*> quantizers, const MappedRows& in, const Tensor& offsets, const Quantized& out) {
   const QuantizeSpec& spec = quantizers[0]->spec;
   const size_t groups = groups_of(offsets);
-  const Tensor x = rows_of(in);
+  const Tensor x = rows_of(in.x);
   const States states(quantizers, groups);
   te_grouped_quantize_problem problem{};
   problem.x = view_2d(x, kGrouped, "x");
+  problem.row_map = in.row_map.has_value() ? view_2d(in.row_map->unsqueeze(0), kGrouped, "row_map") : absent();
   problem.groups = int32_t(groups);
   problem.offsets = offsets.const_data_ptr<int32_t>();
   problem.scaling = spec.scaling();
-  const int64_t rows = x.size(0), cols = x.size(1);
+  const int64_t rows = in.rows().expect_int(), cols = x.size(1);
   problem.rowwise = bytes_of(out.rowwise, rows, cols, rounded_up(cols, kRowBytes), spec.dtype());
   problem.rowwise_scale_inv = floats_of(out.rowwise_scale_inv, "rowwise_scale_inv");
   const int64_t panels = out.columnwise.defined() ? out.columnwise.size(0) : 0;
@@ -141,10 +159,11 @@ void run(at::ArrayRef<const Quantizer*> quantizers, const Tensor& in, const Tens
 }  // namespace
 
 Quantized grouped_quantize(at::ArrayRef<const Quantizer*> quantizers, const Tensor& x, const Tensor& offsets,
-                           QuantizeUsage usage) {
-  check_input(x, offsets, quantizers[0]->spec);
-  const Quantized out = empty_grouped(quantizers[0]->spec, x, groups_of(offsets), usage, false);
-  if (out.defined()) run(quantizers, x, offsets, out);
+                           QuantizeUsage usage, const OptionalTensor& row_map) {
+  const MappedRows in{x, row_map};
+  check_input(in, offsets, quantizers[0]->spec);
+  const Quantized out = empty_grouped(quantizers[0]->spec, in, groups_of(offsets), usage, false);
+  if (out.defined()) run(quantizers, in, offsets, out);
   return out;
 }
 
@@ -167,21 +186,23 @@ FourTensors parts_of(const Quantized& q, const Tensor& x) {
 }
 
 FourTensors grouped_quantize_meta(const Tensor& x, const Tensor& offsets, at::ArrayRef<int64_t> packed, bool rowwise,
-                                  bool panels) {
+                                  bool panels, const OptionalTensor& row_map) {
   const QuantizeSpec spec = stateless_quantizer(packed).spec;
-  check_input(x, offsets, spec);
-  return parts_of(empty_grouped(spec, x, groups_of(offsets), {rowwise, panels}, true), x);
+  const MappedRows in{x, row_map};
+  check_input(in, offsets, spec);
+  return parts_of(empty_grouped(spec, in, groups_of(offsets), {rowwise, panels}, true), x);
 }
 
 }  // namespace
 
 FourTensors grouped_quantize_op(const Tensor& x, const Tensor& offsets, at::ArrayRef<int64_t> packed, bool rowwise,
-                                bool panels) {
+                                bool panels, const OptionalTensor& row_map) {
   const Quantizer quantizer = stateless_quantizer(packed);
   const Quantizer* one = &quantizer;
-  check_input(x, offsets, quantizer.spec);
-  const Quantized out = empty_grouped(quantizer.spec, x, groups_of(offsets), {rowwise, panels}, true);
-  if (out.defined()) run(one, x, offsets, out);
+  const MappedRows in{x, row_map};
+  check_input(in, offsets, quantizer.spec);
+  const Quantized out = empty_grouped(quantizer.spec, in, groups_of(offsets), {rowwise, panels}, true);
+  if (out.defined()) run(one, in, offsets, out);
   return parts_of(out, x);
 }
 
@@ -195,8 +216,8 @@ Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Ten
 }
 
 TE_OP_REGISTRATION(grouped_quantize, ops) {
-  ops.op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels) -> (Tensor, Tensor, "
-         "Tensor, Tensor)")
+  ops.op("grouped_quantize(Tensor x, Tensor offsets, int[] spec, bool rowwise, bool panels, Tensor? row_map=None) -> "
+         "(Tensor, Tensor, Tensor, Tensor)")
       .kernel(grouped_quantize_op)
       .meta(grouped_quantize_meta);
 }
