@@ -101,3 +101,65 @@ def test_work_after_the_event_runs_beside_the_copies():
             assert numbers["flags"] == 0 and numbers["spilled_bytes"] > 2 * rows * width
             result, copied = (marks[0].elapsed_time(mark) for mark in marks[1:])
             assert result < 0.7 * copied, f"the result came after {result} ms, the copies ended after {copied} ms"
+
+
+def spans(profile):
+    """(start, end) in microseconds of the kernels on the device: those of the stash, and those of attention."""
+    copies, attention = [], []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            if "stash" in event.name:
+                copies.append(span)
+            elif any(word in event.name.lower() for word in ("flash", "fmha", "attention", "sdpa")):
+                attention.append(span)
+    return copies, attention
+
+
+class Mixture(te.MoEMLP):
+    """Records an event after its result."""
+
+    def __init__(self, stash, event):
+        super().__init__(1024, 2048, 8, 2, stash=stash, params_dtype=torch.bfloat16, device="cuda")
+        self.event = event
+
+    def forward(self, x):
+        y, _ = super().forward(x)
+        self.event.record()
+        return y
+
+
+def test_a_timeline_of_copies_beside_attention():
+    """The copies of a captured mixture run while the eager attention of the next layer does."""
+    x = randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
+    q = randn(4, 16, 4096, 64, device="cuda", dtype=torch.bfloat16)
+    with made("cuda", device_pages=0, host_pages=600, page_bytes=524288) as stash:
+        events = [torch.cuda.Event(external=True) for _ in range(2)]
+        layers = [Mixture(stash, event) for event in events]
+        parameters = [p for layer in layers for p in layer.parameters()]
+
+        def step(first, second, **how):
+            stash.reset()
+            leaf = x.detach().requires_grad_()
+            y = first(leaf, **how)
+            for _ in range(4):
+                torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            y = second(y)
+            return torch.autograd.grad(y, [leaf, *parameters], torch.ones_like(y))
+
+        expected = [g.clone() for g in step(*layers)]
+        step(*layers)
+        stash.reset()
+        samples = tuple((x.clone().requires_grad_(),) for _ in layers)
+        passes = te.make_graphed_callables(tuple(layers), samples, _order=[1, -1], _num_layers_per_chunk=[2])
+        how = {"cuda_graph_stream": torch.cuda.Stream(), "cuda_graph_event": events[0]}
+        same(step(*passes, **how), expected)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(*passes, **how)
+            torch.cuda.synchronize()
+        copies, attention = spans(profile)
+        assert copies and attention, sorted({event.name for event in profile.events()})
+        both = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in attention)
+        attended = sum(end - start for start, end in attention)
+        assert both > 0.3 * attended, f"{both} of {attended} us: copies {copies}, attention {attention}"
