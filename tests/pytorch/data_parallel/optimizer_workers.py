@@ -272,14 +272,18 @@ def not_finite(rank, ranks):
 
 
 def tensor_parallel(rank, ranks):
-    """One data-parallel rank, two tensor-parallel ones: marked parameters are divided, all others are counted once."""
+    """One data-parallel rank, two tensor-parallel ones: marked parameters are divided, all others are counted once,
+    those of a GroupedLinear that is whole on each rank too, though it marks them. A step() again reads the same
+    gradients. A gradient that is not finite on one rank alone skips the step on all."""
     if ranks != 2:
         return
     own = [dist.new_group([r]) for r in range(ranks)][rank]
     groups = {"tp_group": dist.group.WORLD}, {"tp_group": dist.group.WORLD, "grad_stats_group": dist.group.WORLD}
     for given in groups:
-        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2))).to(here())
-        module[0].weight.tensor_model_parallel = True
+        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3))).to(here())
+        module.append(te.GroupedLinear(1, 4, 4, bias=False, device=here()))
+        assert module[3].weight0.tensor_model_parallel
+        module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
         module[1].weight.sequence_parallel = True
         ddp = DistributedDataParallel(
             DistributedDataParallelConfig(use_distributed_optimizer=True), module, process_group=own
@@ -288,10 +292,38 @@ def tensor_parallel(rank, ranks):
         optimizer.zero_grad()
         module[0].weight.main_grad.fill_(1.0 + rank)
         module[1].weight.main_grad.fill_(1.0 + rank)
-        norm = optimizer.step()
-        wanted = (16 * 1 + 16 * 4 + 16 * 9) ** 0.5
-        assert abs(float(norm) - wanted) < 1e-5, norm
-        assert (module[1].weight.main_grad == 3.0).all()
+        module[2].weight.main_grad.fill_(4.0)
+        module[3].weight0.main_grad.fill_(5.0)
+        wanted = (16 * 1 + 16 * 4 + 16 * 9 + 16 * 16 + 16 * 25) ** 0.5
+        for _ in range(2):
+            norm = optimizer.step()
+            assert abs(float(norm) - wanted) < 1e-5, norm
+            assert (module[1].weight.main_grad == 3.0).all()
+        assert all(s["momentum_buffer"].shape == (4, 4) for s in list(optimizer.state_dict()["state"].values())[1:])
+        before = copy.deepcopy(module.state_dict())
+        for layer in (2, 3):
+            optimizer.zero_grad()
+            if rank == 1:
+                next(module[layer].parameters()).main_grad.fill_(torch.inf)
+            optimizer.found_inf = torch.zeros(1, device=here())
+            optimizer.step()
+            assert all(torch.equal(p, before[n]) for n, p in module.named_parameters()), layer
+
+
+def without_states(rank, ranks):
+    """An optimizer that keeps no states takes its own state dict, and its options with it."""
+    for make, sharded in itertools.product((te.optimizers.FusedSGD, torch.optim.SGD), (True, False)):
+        module = build("plain")
+        ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sharded), module)
+        optimizer = DistributedOptimizer(make(module.parameters(), lr=1.0), ddp)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert not state["state"]
+        optimizer.param_groups[0]["lr"] = 2.0
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        own = DistributedOptimizer(make(module.parameters(), lr=1.0, momentum=0.5), ddp)
+        refused = raised(ValueError, lambda own=own, state=state: own.load_state_dict(state))
+        assert "no state of parameter" in refused, refused
 
 
 def schedules(rank, ranks):
@@ -324,6 +356,7 @@ OTHERS = {
     "not finite": not_finite,
     "tensor parallel": tensor_parallel,
     "schedules": schedules,
+    "without states": without_states,
 }
 
 

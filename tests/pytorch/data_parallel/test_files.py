@@ -45,6 +45,13 @@ def test_a_shard_computes_nothing():
         shard + 1
 
 
+def test_a_parameter_without_elements_has_an_entry(tmp_path):
+    for shape in ((0, 3), (2, 0)):
+        state = {"w": FlatShard(torch.empty(0), shape, 0, 0), "b": torch.ones(1)}
+        dcp.save(state, checkpoint_id=f"{tmp_path}/{shape}", no_dist=True)
+        dcp.load(state, checkpoint_id=f"{tmp_path}/{shape}", no_dist=True)
+
+
 def test_a_shard_of_an_older_pickle():
     """It has the attributes of its time."""
     shard = FlatShard(torch.arange(4.0), (3, 2), 1, 5)

@@ -56,6 +56,14 @@ def test_options_of_other_libraries(name, done, other, instead):
         Config(use_megatron_fsdp=False)
 
 
+def test_no_name_patterns():
+    for none in ((), [], set(), frozenset()):
+        assert Config(param_name_patterns_for_fp32_local_accumulation=none) == Config()
+    for some in (["all"], {"all"}, "", {}):
+        with refused(NotImplementedError, "'param_name_patterns_for_fp32_local_accumulation'", "grad_reduce_in_fp32"):
+            Config(param_name_patterns_for_fp32_local_accumulation=some)
+
+
 def test_optimizers_of_whole_matrices():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("torch.optim.Muon is not there")

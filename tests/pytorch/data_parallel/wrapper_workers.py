@@ -153,6 +153,16 @@ def unused(rank, ranks):
         assert torch.equal(ddp.module.used.weight.main_grad, torch.ones(8, 8, device=here()))
         left = 1.0 / ranks if step % 2 == 0 else 0.0
         assert torch.equal(ddp.module.left.weight.main_grad, torch.full((8, 8), left, device=here()))
+    late = DistributedDataParallel(DistributedDataParallelConfig(find_unused_parameters=True, **options), Branches())
+    for _ in range(2):  # the last microbatch of rank 0 uses no parameter, so that it has no backward
+        late.zero_grad_buffer()
+        with late.no_sync():
+            late(torch.ones(1, 8, device=here())).sum().backward()
+        if rank:
+            late(torch.ones(1, 8, device=here()), both=True).sum().backward()
+        late.finish_grad_sync()
+        for p, wanted in ((late.module.used.weight, 2 - 1 / ranks), (late.module.left.weight, 1 - 1 / ranks)):
+            torch.testing.assert_close(p.main_grad, torch.full((8, 8), wanted, device=here()))
     strict = DistributedDataParallel(DistributedDataParallelConfig(**options), Branches())
     strict.zero_grad_buffer()
     strict(torch.ones(1, 8, device=here()), both=rank != 0).sum().backward()

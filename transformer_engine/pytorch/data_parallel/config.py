@@ -31,6 +31,8 @@ def _refusing(cls: _Class) -> _Class:
     def init(self: Any, *args: Any, **options: Any) -> None:
         for name, (done, instead) in _NOT_BUILT.items():
             given = options.pop(name, done)
+            if done == () and type(given) in (list, tuple, set, frozenset):
+                given = tuple(given)  # any empty sequence means none
             if type(given) is not type(done) or given != done:
                 raise NotImplementedError(
                     f"{OP}: argument '{name}' is {given!r}, which is not built; wanted {instead}."

@@ -84,13 +84,13 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
     for number, (group, its) in enumerate(zip(groups, saved)):
         key_of = dict(zip(group["params"], its["params"]))
         for i, shard in enumerate(optimizer._shards[number]):
-            state = given["state"].get(key_of[shard.param])
-            if state is None:
+            own = optimizer._steps.state_of(number, i)
+            state = given["state"].get(key_of[shard.param], {})
+            if own and not state:
                 raise ValueError(
                     f"{op}: argument 'state_dict' has no state of parameter {key_of[shard.param]!r}, wanted one for "
                     "each parameter."
                 )
-            own = optimizer._steps.state_of(number, i)
             for name in own:
                 if name not in state:
                     raise ValueError(

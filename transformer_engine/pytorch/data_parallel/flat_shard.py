@@ -121,7 +121,11 @@ class FlatShard(torch.Tensor):
     # The protocol of torch.distributed.checkpoint.
 
     def _pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Rectangular parts of the whole tensor: where they begin, and their values, in its memory."""
+        """Rectangular parts of the whole tensor: where they begin, and their values, in its memory. Of a tensor without
+        elements there is one, as files have an entry of each tensor."""
+        if not self.numel():
+            yield (0,) * self.dim(), self.local.view(self.shape)
+            return
         for box in boxes(self.place[0], self.start, self.end):
             first = box.first - self.start
             values = self.local[first : first + math.prod(box.sizes)].view(box.sizes)

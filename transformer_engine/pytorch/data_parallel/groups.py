@@ -59,6 +59,7 @@ class BucketGroup:
         )
         self.state = GradState.ACCUMULATING
         self.expected: dict[torch.Tensor, int] | None = None
+        self.reductions = 0  # that were started
         self._works: list[Work] = []
         self._whole = not self.is_sharded  # whether the gradients are reduced as a whole, not into shards
         # Weights.
@@ -232,6 +233,7 @@ class BucketGroup:
         self._whole = force_all_reduce or not self.is_sharded
         self._grad_span = self.span("reduce")
         self._works = [self.reduction.start(bucket, self.comm, self._whole) for bucket in self.buckets]
+        self.reductions += 1
         self._set_in_flight(True)
 
     def _set_in_flight(self, is_in_flight: bool) -> None:

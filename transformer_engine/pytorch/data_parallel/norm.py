@@ -67,16 +67,17 @@ class GradNorm:
         flags = over_ranks[count:]
         if self.tp_size == 1:
             return sums.view(2, 2).sum(0).sum(), flags  # (_DENSE + _EXPERT) + (the divided ones)
-        divided = torch.cat([(sums[_DENSE_DIVIDED] + sums[_EXPERT_DIVIDED]).view(1), flags])
-        dist.all_reduce(divided, group=self.tp_group)
-        return sums[_DENSE] + sums[_EXPERT] + divided[0], divided[1:]
+        copied, divided = sums.view(2, 2).sum(0)
+        total = torch.cat([torch.add(divided, copied, alpha=0).view(1), flags])  # NaN where one rank's copy is
+        dist.all_reduce(total, group=self.tp_group)
+        return copied + total[0], total[1:]
 
     def _over_stats_group(self, sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dense, expert = self._copies()
-        counts_once = self.tp_size == 1 or dist.get_rank(self.tp_group) == 0
+        counts = 1 if self.tp_size == 1 or dist.get_rank(self.tp_group) == 0 else 0  # 0 keeps a NaN
         total = sums[_DENSE_DIVIDED] / dense + sums[_EXPERT_DIVIDED] / expert
-        if counts_once:
-            total = total + sums[_DENSE] / dense + sums[_EXPERT] / expert
+        total = torch.add(total, sums[_DENSE] / dense, alpha=counts)
+        total = torch.add(total, sums[_EXPERT] / expert, alpha=counts)
         total = torch.cat([total.view(1), flags])
         dist.all_reduce(total, group=self.stats_group)
         return total[0], total[1:]

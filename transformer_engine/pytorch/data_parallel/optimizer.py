@@ -71,6 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             warnings.warn(f"{OP}: state_dict() will raise: {unknown}", stacklevel=2)
         marked = [s for s in every if getattr(s.param, "sequence_parallel", False) is True]
         self._summed = marked if tp_group is not None and ranks_of(OP, "tp_group", tp_group) > 1 else []
+        self._reductions_summed: list[int] | None = None  # how many there were then
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list itself: groups are those that a scheduler writes
         self.state = defaultdict(dict, files.states_by_parameter(self, kept=True))
@@ -140,10 +141,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ddp._check_is_current(f"{call} of a DistributedOptimizer")
 
     def _sum_sequence_parallel(self) -> None:
-        """Gradients of which each tensor-parallel rank has the sum over its own tokens. The ranks have the same
-        layout."""
+        """Gradients of which each tensor-parallel rank has the sum over its own tokens; once for a reduction. The ranks
+        have the same layout."""
         if not self._summed:
             return
+        reductions = [group.reductions for ddp in self.ddps for group in ddp._groups]
+        if reductions == self._reductions_summed:
+            return
+        self._reductions_summed = reductions
         flat = torch.cat([shard.gradient.reshape(-1) for shard in self._summed])
         torch.distributed.all_reduce(flat, group=self._tp_group)
         sizes = [shard.gradient.numel() for shard in self._summed]

@@ -11,6 +11,7 @@ import torch
 from transformer_engine.pytorch.data_parallel import fp8_weights
 from transformer_engine.pytorch.data_parallel.groups import BucketGroup
 from transformer_engine.pytorch.data_parallel.wrapper import DistributedDataParallel
+from transformer_engine.pytorch.distributed.sharded_state import divisions_of
 
 OP = "DistributedOptimizer"
 
@@ -40,6 +41,7 @@ def shards_of(
     """Of each parameter group the shards of this rank; frozen parameters of a wrapped module have none. ValueError for
     other parameters that no wrapper holds."""
     group_of = bucket_groups_of(wrappers)
+    divided = {p for wrapper in wrappers for p in divisions_of(wrapper.module)}
     frozen = {p for wrapper in wrappers for p in wrapper.module.parameters() if not p.requires_grad}
     found = []
     for number, param_group in enumerate(param_groups):
@@ -49,7 +51,7 @@ def shards_of(
                 f"{OP}: group {number} has {len(unknown)} parameters that no DistributedDataParallel among 'ddps' "
                 f"holds, the first of shape {unknown[0]}; make the optimizer of the parameters of the wrapped module."
             )
-        made = (_shard(p, group_of[p]) for p in param_group["params"] if p in group_of)
+        made = (_shard(p, group_of[p], p in divided) for p in param_group["params"] if p in group_of)
         found.append([shard for shard in made if shard is not None])
         for p in param_group["params"]:
             if p in group_of and fp8_weights.is_fp8(p):
@@ -57,11 +59,11 @@ def shards_of(
     return found
 
 
-def _shard(param: torch.nn.Parameter, group: BucketGroup) -> Shard | None:
+def _shard(param: torch.nn.Parameter, group: BucketGroup, is_divided: bool) -> Shard | None:
     bucket = group.param_to_bucket[param]
     begin, end = bucket.buffer.where(param)
     fp8 = fp8_weights.is_fp8(param)
-    rest = bucket.buffer.expert, getattr(param, "tensor_model_parallel", False) is True, fp8
+    rest = bucket.buffer.expert, is_divided, fp8
     if not group.is_sharded:
         values = fp8_weights.first_values(param, 0, param.numel()) if fp8 else param.detach()
         return Shard(param, group, 0, param.numel(), values, param.main_grad, *rest)

@@ -345,12 +345,12 @@ class DistributedDataParallel(torch.nn.Module):
             if other is not None:
                 raise RuntimeError(other if rank == self._comm.rank else f"{other} (rank {rank} of the process group)")
         rest = [rank for rank, (_, its, *_) in enumerate(every) if its != every[0][1]]
-        if rest:
+        if rest and not self.config.find_unused_parameters:  # with it the last backward of a rank may use nothing
             raise RuntimeError(
                 f"{OP}: all backwards ran under no_sync() on {'rank 0' if every[0][1] else f'ranks {rest}'} of the "
                 "process group alone, wanted the same on all ranks."
             )
-        if held_back:
+        if held_back and not rest:
             return
         self._agree_on_counts([counts for _, _, counts, _ in every])
         order = every[0][3]

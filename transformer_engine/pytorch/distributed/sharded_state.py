@@ -161,12 +161,15 @@ def _held(op: str, module: torch.nn.Module, ranks: int | None) -> Iterator[_Held
 
 def divisions_of(module: torch.nn.Module) -> dict[torch.Tensor, tuple[int, tuple[int, ...]] | None]:
     """Of each parameter that is marked tensor_model_parallel: the dimension along which it is divided, and the sizes of
-    its parts there, each of which is divided by itself; None if its marks do not define that."""
+    its parts there, each of which is divided by itself; None if its marks do not define that. A GroupedLinear marks its
+    weights at every tp_size: those of one rank are divided only where they belong to experts of this rank."""
     stacked, found = _stacked(module), {}
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
             marks = {} if parameter is None else marks_of(owner, leaf)
             if not marks.get("tensor_model_parallel"):
+                continue
+            if getattr(owner, "tp_size", None) == 1 and marks.get("allreduce") is not False:
                 continue
             dim, count, parts = marks.get("partition_dim", -1), marks.get("partition_stride", 1), None
             if 0 <= dim < parameter.dim():
