@@ -31,7 +31,7 @@ constexpr std::initializer_list<Entry> kMeasured = {
       .units = 132,
       .tile_rows = 128,
       .tile_cols = 256,
-      .least_gathered = 4096,
+      .least_gathered = 2048,
       .least_scattered = 2048}},
 };
 
