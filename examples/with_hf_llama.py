@@ -4,8 +4,9 @@ again.
 
 python examples/with_hf_llama.py            needs the extra `transformers`; tiny random weights, no download
 Your own model needs `fuse(model)`; `unfuse(model)` is its inverse; save_pretrained() of a fused model writes
-Hugging Face's names. Padding comes after the tokens. Refused: other attention masks, key-value caches, positions that
-differ from row to row of a batch, rope types whose frequencies change with the sequence or whose angles are scaled,
+Hugging Face's names. With a key-value cache, as generate() passes, Hugging Face's attention runs, with all its
+masks; without one padding comes after the tokens. Refused there: other attention masks, and positions that differ from
+row to row of a batch. Refused always: rope types whose frequencies change with the sequence or whose angles are scaled,
 attention weights as outputs."""
 
 import argparse
@@ -54,7 +55,10 @@ def fused_class(decoder_layer):
         def __init__(self, config, number, inv_freq, device, dtype):
             torch.nn.Module.__init__(self)
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self.config, self.number = config, number
+            self.config, self.head_dim = config, head_dim
+            # Hugging Face's attention and caches read these of a layer:
+            self.layer_idx, self.is_causal = number, True
+            self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
             self.layer = te.TransformerLayer(
                 config.hidden_size,
                 config.intermediate_size,
@@ -78,13 +82,12 @@ def fused_class(decoder_layer):
             self.register_load_state_dict_pre_hook(_load_their_names)
 
         def forward(self, hidden_states, attention_mask=None, position_ids=None, **options):
-            if any(options.get(name) is not None for name in ("past_key_values", "cache")):  # "cache" from 5.24 on
-                raise NotImplementedError(
-                    "FusedLayer: past_key_values are not supported; pass use_cache=False, and unfuse(model) before "
-                    "generate()"
-                )
             if options.get("output_attentions") or self.config.output_attentions:
                 raise NotImplementedError("FusedLayer: output_attentions=True, but attention weights are never made")
+            caches = [options.pop(name, None) for name in ("past_key_values", "cache")]  # "cache" from 5.24 on
+            cache = caches[0] if caches[1] is None else caches[1]
+            if cache is not None:
+                return _with_cache(self, hidden_states, attention_mask, position_ids, cache, **options)
             padding = {}
             if attention_mask is not None:
                 starts = _starts(attention_mask)
@@ -116,6 +119,29 @@ def fused_class(decoder_layer):
             pass
 
     return FusedLayer
+
+
+def _with_cache(fused, hidden_states, attention_mask, position_ids, cache, position_embeddings=None, **options):
+    """A layer beside the keys and values of earlier tokens: attention runs as the model's own layers call it."""
+    attention, config, head_dim = fused.layer.self_attention, fused.config, fused.head_dim
+    theirs = sys.modules[type(fused).__mro__[1].__module__]
+    heads = attention.layernorm_qkv(hidden_states).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    query, key, value = heads.split((config.num_attention_heads, *[config.num_key_value_heads] * 2), dim=1)
+    angles = position_ids[:, None, :, None].to(torch.float32) * fused.rotary.inv_freq
+    query, key = (_rotated(x, torch.cat((angles, angles), dim=-1)) for x in (query, key))
+    key, value = cache.update(key, value, fused.layer_idx)
+    kind, eager = config._attn_implementation, theirs.eager_attention_forward
+    attend = theirs.ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    dropout = config.attention_dropout if fused.training else 0.0
+    options |= {"dropout": dropout, "scaling": head_dim**-0.5, "position_ids": position_ids}
+    attended, _ = attend(fused, query, key, value, attention_mask, **options)
+    hidden_states = hidden_states + attention.proj(attended.flatten(2))
+    return hidden_states + fused.layer.layernorm_mlp(hidden_states)
+
+
+def _rotated(x, angles):
+    first, second = x.chunk(2, dim=-1)
+    return (x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()).to(x.dtype)
 
 
 def _load_their_names(layer, state, prefix, *_):

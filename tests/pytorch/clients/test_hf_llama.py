@@ -1,7 +1,8 @@
-"""examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, captures, saving, and back to
-Hugging Face's own layers."""
+"""examples/with_hf_llama.py in a client's hands: positions, recomputation, hidden states, captures, saving, generation,
+and back to Hugging Face's own layers."""
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -271,6 +272,55 @@ def test_the_cache_of_the_unfused_model_is_used_again(device, tmp_path):
     fused.save_pretrained(tmp_path)
     assert not fused.config.use_cache
     assert transformers.LlamaConfig.from_pretrained(tmp_path).use_cache and unfuse(fused).config.use_cache
+
+
+def prompts(device, side):
+    """Two rows, the second one with five tokens of padding before or after it."""
+    t, mask = tokens(device, 2, 12), torch.ones(2, 12, dtype=torch.int64, device=device)
+    mask[1, :5] = 0
+    return (t, mask) if side == "left" else (t, mask.flip(1))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=["greedy", "beams", "static"]
+)
+def test_generated_tokens_are_those_of_the_unfused_model(device, how):
+    plain = model(device, rope_parameters=LLAMA3, pad_token_id=0).eval()
+    fused, lengths = fuse(copy.deepcopy(plain)), []
+    fused.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    t, mask = prompts(device, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **how}
+    if how.get("cache_implementation"):
+        options["disable_compile"] = True
+    got, wanted = fused.generate(t, **options), plain.generate(t, **options)
+    assert torch.equal(got, wanted) and wanted.shape == (2, 20)
+    assert lengths == [12] + 7 * [1]  # earlier tokens come from the cache
+    without = plain.generate(t[:, 5:], **options | {"attention_mask": mask[:, 5:]})
+    assert not torch.equal(without[0, 7:], wanted[0, 12:])  # they matter
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_a_cache_in_parts(device, kind, side):
+    """The prompt at once, then five tokens, then one; logits and gradients of the unfused model."""
+    plain = model(device, attn_implementation=kind)
+    fused = fuse(copy.deepcopy(plain))
+    t, mask = prompts(device, side)
+    mask = torch.cat((mask, torch.ones(2, 6, dtype=torch.int64, device=device)), dim=1)
+    t = torch.cat((t, tokens(device, 2, 6)), dim=1)
+    results = []
+    for one in (fused, plain):
+        cache, parts = transformers.DynamicCache(), []
+        name = next(name for name in ("cache", "past_key_values") if name in inspect.signature(one.forward).parameters)
+        for start, stop in ((0, 12), (12, 17), (17, 18)):
+            shown = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            keywords = {name: cache, "use_cache": True, "attention_mask": mask[:, :stop], "position_ids": shown}
+            parts.append(one(t[:, start:stop], **keywords).logits)
+        seen = torch.cat(parts, dim=1)[mask.bool()]  # hidden tokens have no defined result
+        seen.square().sum().backward()
+        results.append((seen.detach(), one.model.embed_tokens.weight.grad))
+    for got, want in zip(*results, strict=True):
+        close(got, want)
 
 
 @pytest.mark.parametrize("around", [torch.enable_grad, current])

@@ -89,11 +89,6 @@ def test_llama_refuses_what_it_would_get_wrong():
     padding = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=device)
     with pytest.raises(NotImplementedError, match="attention_mask"):
         model(tokens, attention_mask=padding)
-    with pytest.raises(NotImplementedError, match="past_key_values"):
-        model(tokens, use_cache=True)
-    for name in ("past_key_values", "cache"):  # the name in transformers up to 5.23, and from 5.24 on
-        with pytest.raises(NotImplementedError, match="past_key_values"):
-            model.model.layers[0](torch.zeros(2, 4, 32, device=device), **{name: object()})
 
 
 @pytest.mark.dist
