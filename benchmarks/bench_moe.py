@@ -26,9 +26,7 @@ class PlainExperts(torch.nn.Module):
     def __init__(self, experts):
         super().__init__()
         for name in ("fc1", "fc2"):
-            part = getattr(experts, name)
-            weights = torch.stack([getattr(part, f"weight{i}").detach() for i in range(experts.num_gemms)])
-            setattr(self, name, torch.nn.Parameter(weights))
+            setattr(self, name, torch.nn.Parameter(getattr(experts, name).weight.detach().clone()))
 
     def forward(self, rows, offsets, scale):
         hidden = swiglu(F.grouped_mm(rows, self.fc1.mT, offs=offsets)) * scale[:, None].to(rows.dtype)

@@ -67,11 +67,8 @@ class Demonstration:
         )
         if experts is not None:
             state = self.whole.state_dict()
-            mine = {"router.weight": state["router.weight"]}
-            for i in range(*experts):
-                for name in ("experts.fc1.weight", "experts.fc2.weight"):
-                    mine[f"{name}{i - experts[0]}"] = state[f"{name}{i}"]
-            made.load_state_dict(mine, strict=False)
+            state |= {name: state[name][slice(*experts)] for name in ("experts.fc1.weight", "experts.fc2.weight")}
+            made.load_state_dict(state)
         return made
 
     def check(self, what: str, holds: bool) -> None:
@@ -111,7 +108,7 @@ class Demonstration:
 
     @staticmethod
     def grad(layer: te.MoEMLP, name: str, i: int) -> torch.Tensor:
-        return getattr(getattr(layer.experts, name), f"weight{i}").grad
+        return getattr(layer.experts, name).weight.grad[i]
 
     def capacity(self) -> te.MoEMLP:
         experts = (0, self.args.experts // self.args.ranges)

@@ -54,7 +54,7 @@ class Mixtures:
     def stash(self, config: Config) -> None:
         """From now on the rows that the experts keep for the backward leave for pinned host memory, but for the last
         layer's. All experts are here, so that all rows are live, and their number and that of the pages are known."""
-        weight = self.parts[0].moe.experts.fc1.weight0
+        weight = self.parts[0].moe.experts.fc1.weight
         rows = config.tokens // config.accumulate * config.topk
         row_bytes = 2 * config.expert_hidden * weight.element_size() + 8  # the pre-activation, a probability, a token
         pages = len(self.parts) * (rows * row_bytes // PAGE_BYTES + 2)

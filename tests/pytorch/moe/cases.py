@@ -1,5 +1,6 @@
 # Helpers of the suites of the mixture's modules: recipes, steps, and a twin whose parts run one after the other.
 import copy
+import re
 
 import pytest
 import torch
@@ -33,6 +34,46 @@ def give_main_grads(*modules):
     for module in modules:
         for p in module.parameters():
             p.main_grad = torch.full(p.shape, 0.5, dtype=torch.float32, device=p.device)
+
+
+def as_before(moe):
+    """A copy whose experts have a parameter each, under the names of then; with the same main_grads."""
+    twin = copy.deepcopy(moe)
+    whole, mlp = (m.experts if isinstance(m, MoEMLP) else m for m in (moe, twin))
+    for name in ("fc1", "fc2"):
+        part = getattr(whole, name)
+        weight = part.weight
+        with te.quantized_model_init(enabled=False):
+            each = te.GroupedLinear(
+                part.num_gemms,
+                part.in_features,
+                part.out_features,
+                bias=False,
+                fuse_wgrad_accumulation=part.fuse_wgrad_accumulation,
+                delay_wgrad_compute=part.need_backward_dw(),
+                params_dtype=weight.dtype,
+                device=weight.device,
+                name=part.name,
+            )
+        for i, p in enumerate(each.parameters()):
+            with torch.no_grad():
+                p.copy_(weight[i])
+            for mark in ("main_grad", "allreduce"):
+                if hasattr(weight, mark):
+                    value = getattr(weight, mark)
+                    setattr(p, mark, value[i].clone() if isinstance(value, torch.Tensor) else value)
+        each.train(part.training)
+        setattr(mlp, name, each)
+    return twin
+
+
+def in_todays_names(named):
+    """{name: tensor} of a module with a parameter for each expert, stacked."""
+    found = {}
+    for name, t in named.items():
+        match = re.fullmatch(r"(.*fc[12]\.weight)(\d+)", name)
+        found.setdefault(match[1] if match else name, []).append(t[None] if match else t)
+    return {name: torch.cat(ts) if len(ts) > 1 or f"{name}0" in named else ts[0] for name, ts in found.items()}
 
 
 def in_parts(mlp):

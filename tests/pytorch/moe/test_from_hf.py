@@ -50,6 +50,80 @@ def test_computes_the_models_layer(model, prefix, device):
         assert (got - want).norm() <= 16 * unit * want.norm()
 
 
+def stacked(state, prefix):
+    """As transformers 5 holds it."""
+    gate, up, down = (
+        torch.stack([state[f"{prefix}experts.{i}.{name}.weight"] for i in range(EXPERTS)])
+        for name in PROJECTIONS["Qwen3-MoE"]
+    )
+    return {
+        f"{prefix}gate.weight": state[f"{prefix}gate.weight"],
+        f"{prefix}experts.gate_up_proj": torch.cat([gate, up], 1),
+        f"{prefix}experts.down_proj": down,
+    }
+
+
+@pytest.mark.parametrize("experts", [None, (1, 3)])
+def test_tensors_of_all_experts_are_taken_as_they_are(experts, device):
+    state = layer_of("Qwen3-MoE", "mlp.", device)
+    together = stacked(state, "mlp.")
+    got, want = moe_state_from_hf(together, "mlp.", experts), moe_state_from_hf(state, "mlp.", experts)
+    assert got.keys() == want.keys()
+    first = 0 if experts is None else experts[0]
+    for name, key in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+        assert torch.equal(got[f"experts.{name}.weight"], want[f"experts.{name}.weight"])
+        assert got[f"experts.{name}.weight"].data_ptr() == together[f"mlp.experts.{key}"][first].data_ptr()
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_computes_the_layers_of_transformers(model):
+    pytest.importorskip("transformers", minversion="5.0")
+    if model == "mixtral":
+        from transformers.models.mixtral.modeling_mixtral import MixtralConfig as Config
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Layer
+    else:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Layer
+    sizes = {"num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "norm_topk_prob": True}
+    layer = Layer(Config(hidden_size=HIDDEN, intermediate_size=FFN, moe_intermediate_size=FFN, **sizes))
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(randn(*p.shape, scale=0.2))
+    ours = MoEMLP(HIDDEN, FFN, EXPERTS, TOPK, params_dtype=torch.float32, device="cpu")
+    ours.load_state_dict(moe_state_from_hf(layer.state_dict()))
+    x = randn(2, 10, HIDDEN)
+    want = layer(x)
+    want = want[0] if isinstance(want, tuple) else want
+    assert (ours(x)[0] - want).norm() <= 1e-5 * want.norm()
+
+
+def test_tensors_of_other_layouts_are_refused():
+    together = stacked(layer_of("Qwen3-MoE", "", "cpu"), "")
+    for name, wanted in (
+        ("experts.gate_up_proj", [EXPERTS, 2 * FFN, HIDDEN]),
+        ("experts.down_proj", [EXPERTS, HIDDEN, FFN]),
+    ):
+        for wrong in (together[name].mT, together[name][1:], together[name][0]):
+            if name == "experts.down_proj" and wrong.dim() == 3 and wrong.shape[0] == EXPERTS:
+                continue  # then the other one does not fit
+            with refused(ValueError, "moe_state_from_hf", f"{name} has shape {list(wrong.shape)}", f"wanted {wanted}"):
+                moe_state_from_hf(together | {name: wrong})
+    with refused(ValueError, "moe_state_from_hf", "experts.gate_up_proj", f"wanted [{EXPERTS}, {2 * HIDDEN}"):
+        moe_state_from_hf(together | {"experts.down_proj": together["experts.down_proj"].mT})
+    with refused(KeyError, "experts.down_proj"):
+        moe_state_from_hf({name: t for name, t in together.items() if "down" not in name})
+    with refused(ValueError, "moe_state_from_hf", "'experts'", "(0, 9)"):
+        moe_state_from_hf(together, experts=(0, 9))
+
+
+@pytest.mark.parametrize("name", ["experts.2.w1.weight", "experts.2.w3.weight", "experts.2.w2.weight"])
+def test_experts_of_other_shapes_are_refused(name):
+    state = layer_of("Mixtral", "", "cpu")
+    state[name] = state[name][1:]
+    with refused(ValueError, "moe_state_from_hf", f"{name} has shape {list(state[name].shape)}", "experts.0.w"):
+        moe_state_from_hf(state)
+
+
 def test_other_layers_are_refused():
     with refused(ValueError, "moe_state_from_hf", "Mixtral", "'mlp.'", "mlp.experts.0.w1.weight"):
         moe_state_from_hf({"mlp.up_proj.weight": torch.ones(1)}, "mlp.")

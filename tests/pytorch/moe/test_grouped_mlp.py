@@ -145,7 +145,7 @@ def test_copies_and_files_compute_the_same(device):
     file.seek(0)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     meta = build("meta")
-    assert meta.fc1.weight0.is_meta
+    assert meta.fc1.weight.is_meta
     meta.to_empty(device=device)
     meta.load_state_dict(ours.state_dict())
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), loaded, meta):
@@ -198,7 +198,7 @@ def test_bad_arguments(device):
         ours(x[:, :31], SPLITS, scale)
     with refused(ValueError, "GroupedMLP: argument 'inp'", "float64"):
         ours(x.double(), SPLITS, scale)
-    with refused(ValueError, "GroupedMLP: argument 'inp'", "float16", "'fc1.weight0' has torch.bfloat16"):
+    with refused(ValueError, "GroupedMLP: argument 'inp'", "float16", "'fc1.weight' has torch.bfloat16"):
         ours(x.half(), SPLITS, scale)
     half = build(device, save_preactivation="fp8")
     half.fc1.register_forward_hook(lambda *_: None)

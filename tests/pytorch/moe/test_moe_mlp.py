@@ -90,9 +90,9 @@ def dense(moe, x, dy):
     probs = logits.masked_fill(~chosen, -torch.inf).softmax(-1)
     y = torch.zeros_like(x64)
     for e in range(moe.last_expert - moe.first_expert):
-        a, b = (x64 @ leaves[f"experts.fc1.weight{e}"].T).chunk(2, -1)
+        a, b = (x64 @ leaves["experts.fc1.weight"][e].T).chunk(2, -1)
         hidden = torch.nn.functional.silu(a) * b
-        y = y + probs[:, moe.first_expert + e, None] * (hidden @ leaves[f"experts.fc2.weight{e}"].T)
+        y = y + probs[:, moe.first_expert + e, None] * (hidden @ leaves["experts.fc2.weight"][e].T)
     return y, dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), wide(dy)), strict=True))
 
 
@@ -115,10 +115,8 @@ def test_against_a_dense_mixture(dtype, device):
 
 def in_range(whole, experts, device, **options):
     part = build(device, whole.router.weight.dtype, experts=experts, **options)
-    state = {"router.weight": whole.router.weight}
-    for i in range(*experts):
-        for layer in ("fc1", "fc2"):
-            state[f"experts.{layer}.weight{i - experts[0]}"] = getattr(getattr(whole.experts, layer), f"weight{i}")
+    state = whole.state_dict()
+    state |= {name: state[name][slice(*experts)] for name in ("experts.fc1.weight", "experts.fc2.weight")}
     part.load_state_dict(state, strict=False)
     return part
 
@@ -138,10 +136,8 @@ def test_ranges_of_experts_add_up(device):
     for part in parts:
         assert all(p.allreduce is False for p in part.experts.parameters())
         assert not hasattr(part.router.weight, "allreduce")
-        for i in range(part.first_expert, part.last_expert):
-            for layer in ("fc1", "fc2"):
-                mine = getattr(getattr(part.experts, layer), f"weight{i - part.first_expert}")
-                assert_same_bits(mine.grad, getattr(getattr(whole.experts, layer), f"weight{i}").grad)
+        for mine, all_of_them in zip(part.experts.parameters(), whole.experts.parameters(), strict=True):
+            assert_same_bits(mine.grad, all_of_them.grad[part.first_expert : part.last_expert])
     assert_same_bits(parts[0].tokens_per_expert, whole.tokens_per_expert)
     assert not any(hasattr(p, "allreduce") for p in whole.parameters())
 
@@ -164,7 +160,7 @@ def test_one_expert_gets_all(recipe, device):
     assert y.isfinite().all() and y.any() and dx.isfinite().all()
     for e in range(EXPERTS):
         for part in (ours.experts.fc1, ours.experts.fc2):
-            assert bool(getattr(part, f"weight{e}").grad.any()) == (e in (1, 4))
+            assert bool(part.weight.grad[e].any()) == (e in (1, 4))
 
 
 @every_recipe
@@ -307,7 +303,7 @@ def test_the_loss_balances(device):
     want = (wide(ours.tokens_per_expert) * scores.sum(0)).sum() * EXPERTS * 0.5 / (TOPK * TOKENS**2)
     assert loss.dtype == torch.float32 and abs(float(loss.detach()) - float(want)) <= 1e-5 * float(want)
     loss.backward()
-    assert ours.router.weight.grad.any() and leaf.grad.any() and ours.experts.fc1.weight0.grad is None
+    assert ours.router.weight.grad.any() and leaf.grad.any() and ours.experts.fc1.weight.grad is None
     assert build(device)(leaf)[1] == 0
 
 

@@ -4,12 +4,14 @@ FlatShard. No format and no file is made here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from transformer_engine.pytorch.data_parallel.flat_shard import Cut, FlatShard
 from transformer_engine.pytorch.data_parallel.shards import OP, Shard, bucket_groups_of
+from transformer_engine.pytorch.optimizers.stacked_states import with_stacks
 
 _STEP = "step"
 
@@ -73,8 +75,9 @@ def unknown_cut(optimizer: Any) -> str | None:
 
 
 def load(optimizer: Any, given: Mapping[str, Any]) -> None:
-    groups, saved = optimizer.param_groups, given["param_groups"]
-    op = f"{OP}.load_state_dict"
+    op, groups = f"{OP}.load_state_dict", optimizer.param_groups
+    given = with_stacks(op, groups, given, partial(_full_tensor, op))
+    saved = given["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
         raise ValueError(
             f"{op}: argument 'state_dict' has groups of {[len(group['params']) for group in saved]} parameters, wanted "
@@ -113,6 +116,18 @@ def load(optimizer: Any, given: Mapping[str, Any]) -> None:
     for param, value in todo_counts:
         optimizer._steps.load_count(param, value)
     optimizer.state.update(states_by_parameter(optimizer, kept=True))
+
+
+def _full_tensor(op: str, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, FlatShard):
+        return value
+    if value.cut is not None or value.local.numel() != value.shape.numel():
+        raise ValueError(
+            f"{op}: the state of experts is {value!r}, and their parameters have another form now (one stack, or a "
+            "matrix for each), wanted whole states: save with torch.distributed.checkpoint where it was made, and "
+            "convert the file with its dcp_to_torch_save."
+        )
+    return value.local.view(value.shape)
 
 
 def _count_of(op: str, group: Any, states: Any) -> int:

@@ -25,7 +25,7 @@ class AtomicCheckpoints(torch.nn.Module):
         # A hook may rename keys: only after it has run is it known which entries fit.
         hooked = any(part._load_state_dict_pre_hooks for part in self.modules())
         if isinstance(state_dict, Mapping) and not hooked:
-            _compare(self, _unstacked(self, state_dict), strict)
+            _compare(self, _unstacked(self, state_dict), strict, assign)
         return super().load_state_dict(state_dict, strict, assign)
 
 
@@ -37,11 +37,16 @@ def _unstacked(module: torch.nn.Module, given: Mapping[str, object]) -> Mapping[
     return given
 
 
-def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool) -> None:
+def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool, assign: bool) -> None:
     own = module.state_dict(keep_vars=True)
+    unfit = []
+    for prefix, part in module.named_modules():
+        if hasattr(part, "_named_as"):  # it loads more than one form
+            prefix = f"{prefix}." if prefix else ""
+            unfit += part._not_to_assign(given, prefix) if assign else []
+            own = part._named_as(own, given, prefix)
     missing = [key for key in own if key not in given and not is_extra_state(key)]
     unexpected = [key for key in given if key not in own and not is_extra_state(key)]
-    unfit = []
     for key, value in given.items():
         if key not in own or is_extra_state(key):
             continue

@@ -34,7 +34,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 class GroupedCall(NamedTuple):
     """A module's arguments of functional.grouped_linear, by its names."""
 
-    weights: list[torch.Tensor]
+    weights: list[torch.Tensor] | torch.Tensor
     biases: list[torch.Tensor]
     grad_accumulator: _C.GradAccumulator | TracedGradAccumulator | None
     quantizations: list
@@ -223,7 +223,8 @@ class GroupedLinear(TransformerEngineBaseModule):
                 dgrad_out=dgrad_out,
             )
         except ValueError as error:
-            raise_for_module(error, op, inp, self.in_features, "weight0", call.weights[0])
+            name = self._product_names("")[0][0]
+            raise_for_module(error, op, inp, self.in_features, name, call.weights[0])
             raise
         if call.quantizations:
             self.runtime.quantization.follow(result)
@@ -253,6 +254,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                 return found, True
         return [getattr(self, name) for name in names], False
 
+    def _matrices(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The weight of each group, of the parameters."""
+        return weights
+
     def _result_dtype(self, inp: torch.Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(inp.device.type) if is_autocast(inp) else inp.dtype
 
@@ -274,6 +279,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         kept = quantization.kept_of_all(self, weights[0], is_first_microbatch) if all_plain else None
         if kept is not None:
             return quantizations, kept
+        weights = self._matrices(weights)
         copies = quantization.of_weights(self, weights, is_first_microbatch)
         if not any(result is not None for result in copies):
             return quantizations, []

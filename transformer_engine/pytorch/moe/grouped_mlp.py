@@ -16,12 +16,15 @@ from transformer_engine.pytorch.module.group_splits import Splits, splits_of
 from transformer_engine.pytorch.module.grouped_linear import GroupedCall, GroupedLinear
 from transformer_engine.pytorch.module.layernorm_mlp import activation_parameters
 from transformer_engine.pytorch.module.submodules import calls_forward, has_no_global_hook
+from transformer_engine.pytorch.moe.stacked_linear import StackedGroupedLinear
 from transformer_engine.pytorch.quantization.state.autocast_state import current_state
 
 
 class GroupedMLP(Composite):
-    """y[rows of g] = (act(x[rows of g] fc1.weight{g}^T) * row_scale[rows of g]) fc2.weight{g}^T for consecutive groups
-    of rows. fc1 and fc2 are GroupedLinear without biases; a gated activation acts on the first half of fc1's features.
+    """y[rows of g] = (act(x[rows of g] fc1.weight[g]^T) * row_scale[rows of g]) fc2.weight[g]^T for consecutive groups
+    of rows. fc1 and fc2 are GroupedLinear without biases whose weights are one parameter each, [num_gemms,
+    out_features, in_features] (under quantized_model_init `weight0`, `weight1`, ...); state dicts of either form load.
+    A gated activation acts on the first half of fc1's features.
 
     Shapes: inp [rows, hidden_size] -> [rows, hidden_size]. m_splits: as GroupedLinear's; a tensor on inp's device
     stays there, and rows of no group are not read and give zeros. row_scale: float32 or inp's dtype [rows]; None: no
@@ -75,8 +78,10 @@ class GroupedMLP(Composite):
         }
         width = ffn_hidden_size * (2 if functional.activation_kinds[activation] else 1)
         part = "" if name is None else f"{name}."
-        self.fc1 = GroupedLinear(num_gemms, hidden_size, width, init_method=init_method, name=f"{part}fc1", **options)
-        self.fc2 = GroupedLinear(
+        # Weights that exist in FP8 alone are tensors of their own.
+        linear = GroupedLinear if current_state().parameters else StackedGroupedLinear
+        self.fc1 = linear(num_gemms, hidden_size, width, init_method=init_method, name=f"{part}fc1", **options)
+        self.fc2 = linear(
             num_gemms, ffn_hidden_size, hidden_size, init_method=output_layer_init_method, name=f"{part}fc2", **options
         )
 
@@ -110,7 +115,8 @@ class GroupedMLP(Composite):
         try:
             out = self._product(inp, splits, row_scale, one, two, zero_scale_tail=zero_scale_tail, **of_rows)
         except ValueError as error:
-            raise_for_module(error, op, inp, self.hidden_size, "fc1.weight0", one.weights[0])
+            name = f"fc1.{fc1._product_names('')[0][0]}"
+            raise_for_module(error, op, inp, self.hidden_size, name, one.weights[0])
             raise
         if one.quantizations:
             fc1.runtime.quantization.follow(out)

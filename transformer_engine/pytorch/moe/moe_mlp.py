@@ -68,7 +68,8 @@ class _Rows(NamedTuple):
 class MoEMLP(Composite):
     """y = sum over a token's topk experts e of prob_e * fc2_e(act(fc1_e(x))), and the loss that balances the experts.
 
-    Parts: `router` (TopKRouter) and `experts` (GroupedMLP, with parameters `fc1.weight{i}` and `fc2.weight{i}`).
+    Parts: `router` (TopKRouter) and `experts` (GroupedMLP, with parameters `fc1.weight` and `fc2.weight` [experts,
+    out_features, in_features]).
     forward(inp) returns (y, aux_loss): y has inp's shape and dtype, aux_loss is a float32 without dimensions.
 
     Each token's rows are copied into the order of the experts (as by te.moe_permute_with_probs) and added up again

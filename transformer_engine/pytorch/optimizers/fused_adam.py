@@ -20,6 +20,7 @@ from transformer_engine.pytorch.optimizers.adam_step import Step
 from transformer_engine.pytorch.optimizers.adam_torch import for_torch, from_torch, is_torchs
 from transformer_engine.pytorch.optimizers.fused_optimizer import FusedOptimizer
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
+from transformer_engine.pytorch.optimizers.stacked_states import with_stacks
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
@@ -263,6 +264,7 @@ class FusedAdam(FusedOptimizer):
         made different numbers of steps; nothing is changed then."""
         handle = self.register_load_state_dict_pre_hook(_left_as_it_is)
         try:
+            state_dict = with_stacks(f"{OP}.load_state_dict", self.param_groups, state_dict)
             super().load_state_dict(in_todays_order(self, state_dict))
         finally:
             handle.remove()

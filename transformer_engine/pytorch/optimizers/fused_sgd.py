@@ -15,6 +15,7 @@ from transformer_engine.pytorch.optimizers.adam_groups import check_has
 from transformer_engine.pytorch.optimizers.adam_states import new_state
 from transformer_engine.pytorch.optimizers.fused_optimizer import FusedOptimizer
 from transformer_engine.pytorch.optimizers.old_order import in_todays_order
+from transformer_engine.pytorch.optimizers.stacked_states import with_stacks
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.registry import FLOATS
 
@@ -122,6 +123,7 @@ class FusedSGD(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. A buffer with the layout of the gradients that it was made from is converted to its
         parameter's."""
+        state_dict = with_stacks(f"{OP}.load_state_dict", self.param_groups, state_dict)
         super().load_state_dict(in_todays_order(self, state_dict))
         for p, state in self.state.items():
             buffer, weight = state.get(BUFFER), local_of(p)

@@ -103,7 +103,7 @@ class GraphedBuilder:
             recipe_plan=func.quantization.plan,
             scales=self.scales,
             weight_flag=plan.weight_flag,
-            cached_weights=[] if weight_flag is None else [p for p in own if p.dim() == 2],
+            cached_weights=[] if weight_flag is None else [p for p in own if p.dim() >= 2],
             in_flight=in_flight if plan.schedule.samples > 1 or plan.pool is not None else None,
             aliased_grads=in_flight.aliased_grads,
             microbatch=self._microbatch(),

@@ -14,10 +14,10 @@ def fused_weights(module: object) -> list[torch.nn.Parameter]:
 
 
 def module_fused_weights(part: TransformerEngineBaseModule) -> list[torch.nn.Parameter]:
-    """The same for one module without its submodules; every matrix there is the weight of a GEMM."""
+    """The same for one module without its submodules; each matrix there, or stack of them, is the weight of a GEMM."""
     if not part.fuse_wgrad_accumulation:
         return []
-    return [p for p in part.parameters(recurse=False) if p.dim() == 2 and p.requires_grad]
+    return [p for p in part.parameters(recurse=False) if p.dim() >= 2 and p.requires_grad]
 
 
 def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor | None:

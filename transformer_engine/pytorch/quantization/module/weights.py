@@ -132,7 +132,8 @@ def _forms(own: ModulePlan, weights: list[torch.Tensor]) -> list[tuple]:
     if is_autocast(weights[0]):
         cast = torch.get_autocast_dtype(weights[0].device.type)
         dtypes = [cast if is_autocast(weight) else weight.dtype for weight in weights]
-    return [(own.plan, w.shape, w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+    # Of a stack of weights, the form of each.
+    return [(own.plan, w.shape[-2:], w.device, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
 
 
 class WeightCalls:
