@@ -64,7 +64,11 @@ def test_a_trace_computes_with_other_values(device, name, grad):
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(module, tuple(inputs_of(name, device)), check_trace=False)
         for inputs in (inputs_of(name, device), inputs_of(name, device, seq=SEQ + 3, batch=BATCH)):
-            assert_same_bits(traced(*inputs), module(*inputs), name)
+            got, wanted = traced(*inputs), module(*inputs)
+            if device == "cuda" and ("Attention" in name or "Transformer" in name):
+                torch.testing.assert_close(got, wanted)  # a trace has no sdpa_kernel(): torch chooses a kernel again
+            else:
+                assert_same_bits(got, wanted, name)
 
 
 # ---- copies and files ----

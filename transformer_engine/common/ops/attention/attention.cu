@@ -23,20 +23,28 @@ Pass<T> pass_of(const te_attention_plan& plan, const te_tensor& kernel_lse, cons
   return pass;
 }
 
-unsigned blocks_of(int64_t tiles, int64_t heads) { return unsigned(tiles * ((heads + kTileHeads - 1) / kTileHeads)); }
-
-// Calls f with the elements of a vector, as a constant.
+// Splits the pass by the elements of a vector, and calls f with these as a constant.
 template <class T, class F>
-void with_width(int64_t head_dim, std::initializer_list<te_tensor> tensors, F&& f) {
+void with_width(Pass<T>& pass, std::initializer_list<te_tensor> tensors, F&& f) {
   bool aligned = true;
   for (const te_tensor& t : tensors) aligned = aligned && aligned16(t);
-  const bool divides = head_dim % kVec<T> == 0;
+  const bool divides = pass.head_dim % kVec<T> == 0, fits = pass.head_dim <= kThreads * kVec<T>;
   note_width(aligned, divides);
-  if (aligned && divides) {
-    f(std::integral_constant<int, kVec<T>>{});
+  if (aligned && divides && !fits) te_note_path("CUDA, one element at a time", "a head has more than 256 vectors");
+  const auto call = [&](auto n) {
+    pass.split = Split::of(pass.order.heads, pass.head_dim / n);
+    f(n);
+  };
+  if (aligned && divides && fits) {
+    call(std::integral_constant<int, kVec<T>>{});
   } else {
-    f(std::integral_constant<int, 1>{});
+    call(std::integral_constant<int, 1>{});
   }
+}
+
+template <class T>
+unsigned blocks_of(const Pass<T>& pass, int64_t tiles) {
+  return unsigned(tiles * pass.split.chunks(pass.order.heads));
 }
 
 }  // namespace
@@ -50,39 +58,40 @@ void sequences(const te_attention_rows& queries, int64_t longest_q, const te_att
 }
 
 void forward(const te_attention_plan& plan, te_tensor kernel_lse, te_tensor out, te_tensor lse, te_stream stream) {
-  const unsigned blocks = blocks_of(tiles_of(lse.rows), lse.cols);
-  if (blocks == 0) return;
+  if (out.rows == 0 || out.cols == 0) return;
   dispatch_float(out.dtype, "te_attention_forward", "out", [&](auto t) {
     using T = decltype(t);
-    const Pass<T> pass = pass_of<T>(plan, kernel_lse, lse, out);
-    with_width<T>(pass.head_dim, {out},
-                  [&](auto n) { forward_kernel<T, n><<<blocks, kThreads, 0, cudaStream_t(stream)>>>(pass); });
+    Pass<T> pass = pass_of<T>(plan, kernel_lse, lse, out);
+    with_width(pass, {out}, [&](auto n) {
+      const int64_t tiles = (lse.rows + pass.split.rows() - 1) / pass.split.rows();
+      forward_kernel<T, n><<<blocks_of(pass, tiles), kThreads, 0, cudaStream_t(stream)>>>(pass);
+    });
   });
   check_launch("te_attention_forward");
 }
 
 void backward(const te_attention_plan& plan, te_tensor lse, te_tensor dout, te_tensor out, te_tensor kernel_lse,
               te_tensor dsink, te_tensor workspace, te_stream stream) {
-  const int parts = int(parts_of(lse.rows));
-  const unsigned blocks = blocks_of(parts, lse.cols);
   if (is_absent(dsink)) {
     const Pass<float> pass = pass_of<float>(plan, kernel_lse, lse, te_tensor{});
-    if (blocks != 0) backward_kernel<float, 1, false><<<blocks, kThreads, 0, cudaStream_t(stream)>>>(pass, parts);
+    const unsigned blocks = unsigned(tiles_of(lse.rows) * ((lse.cols + kTileHeads - 1) / kTileHeads));
+    if (blocks != 0) kernel_lse_kernel<<<blocks, kThreads, 0, cudaStream_t(stream)>>>(pass);
     return check_launch("te_attention_backward");
   }
+  const int parts = int(parts_of(lse.rows));
   dispatch_float(out.dtype, "te_attention_backward", "out", [&](auto t) {
     using T = decltype(t);
     Pass<T> pass = pass_of<T>(plan, kernel_lse, lse, out);
     pass.dout = Matrix<T>::of(dout);
     pass.partials = static_cast<float*>(workspace.data);
-    if (blocks == 0) return;
-    with_width<T>(pass.head_dim, {dout, out}, [&](auto n) {
-      backward_kernel<T, n, true><<<blocks, kThreads, 0, cudaStream_t(stream)>>>(pass, parts);
+    if (out.rows == 0 || out.cols == 0) return;
+    with_width(pass, {dout, out}, [&](auto n) {
+      backward_kernel<T, n><<<blocks_of(pass, parts), kThreads, 0, cudaStream_t(stream)>>>(pass, parts);
     });
   });
-  const unsigned columns = unsigned((lse.cols + kWarp - 1) / kWarp);
+  const unsigned columns = unsigned((lse.cols + kSumHeads - 1) / kSumHeads);
   if (columns != 0) {
-    sum_parts_kernel<<<columns, kWarp * kSumRows, 0, cudaStream_t(stream)>>>(
+    sum_parts_kernel<<<columns, kSumHeads * kSumRows, 0, cudaStream_t(stream)>>>(
         static_cast<const float*>(workspace.data), parts, lse.cols, static_cast<float*>(dsink.data));
   }
   check_launch("te_attention_backward");

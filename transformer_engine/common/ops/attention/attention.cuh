@@ -1,6 +1,6 @@
-// Kernels of attention. Blocks take tiles of kTileRows rows and up to kTileHeads heads: first the lse of each row and
-// head, then the vectors of out. Memory-bound: with a sink out is read and written once, and its gradient reads dout
-// and out once. Plain CUDA C++, which tests/cpp/test_attention_kernels.cpp runs on emulated blocks.
+// Kernels of attention. With a sink a thread keeps one vector of one head and goes over the rows of a tile, and out is
+// read and written once; its gradient reads dout and out once, and adds up in that thread until the block's end.
+// Memory-bound. Plain CUDA C++, which tests/cpp/test_attention_kernels.cpp runs on emulated blocks.
 #pragma once
 
 #include "core/reduce.cuh"
@@ -16,11 +16,13 @@ extern "C" __host__ __device__ void __assert_fail(const char* assertion, const c
 namespace te::attention::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kTileHeads = 64;
-constexpr int kAtOnce = 4;       // loads of a thread in flight
-constexpr int kSumRows = 32;     // parts that a block adds side by side
-constexpr int kPartsAtOnce = 8;  // loads of a thread that adds parts
-constexpr int kPairsAtOnce = 4;  // of a row and head, whose vectors of dout and out a thread has in flight
+constexpr int kTileHeads = 64;  // of a block that copies lse
+constexpr int kAtOnce = 4;      // rows whose vectors a thread has in flight
+constexpr int kBlocks = 4;      // of an SM; more leave a thread fewer registers than its vectors take
+constexpr int kMostSubtiles = 32;
+constexpr int kSumHeads = 8;     // that a block adds up
+constexpr int kSumRows = 128;    // parts that it adds side by side
+constexpr int kPartsAtOnce = 4;  // loads of a thread that adds parts
 constexpr int kZeroRows = 32;    // of a block that looks for padding
 constexpr float kZeroed = -1.f;  // in place of a factor
 
@@ -70,6 +72,21 @@ struct Matrix {
   __device__ __forceinline__ T* at(int64_t row, int64_t col) const { return data + row * pitch + col; }
 };
 
+// The threads of a block over heads and rows: `width` threads for the vectors of a head, `heads` heads, and where these
+// are few, `subtiles` rows beside each other.
+struct Split {
+  int32_t width, heads, subtiles;
+
+  static Split of(int64_t all_heads, int64_t vectors) {
+    const int64_t width = vectors < kThreads ? vectors : kThreads;
+    const int64_t heads = all_heads < kThreads / width ? all_heads : kThreads / width;
+    const int64_t subtiles = kThreads / (heads * width);
+    return {int32_t(width), int32_t(heads), int32_t(subtiles < kMostSubtiles ? subtiles : kMostSubtiles)};
+  }
+  TE_HOST_DEVICE int64_t chunks(int64_t all_heads) const { return (all_heads + heads - 1) / heads; }
+  TE_HOST_DEVICE int rows() const { return kTileRows * subtiles; }
+};
+
 // The arguments of the passes over lse and out.
 template <class T>
 struct Pass {
@@ -81,29 +98,44 @@ struct Pass {
   Matrix<T> out, dout;
   float* partials;
   int32_t head_dim;
-
-  __device__ __forceinline__ int chunks() const { return int((order.heads + kTileHeads - 1) / kTileHeads); }
+  Split split;
 };
 
-struct Tile {
-  int64_t first_row, first_head;
-  int rows, heads;
+// The vectors of a thread: number `first` of a head, in every row of a tile from `row` on. Where a vector is one
+// element, heads may have more than threads: `first` + width, .. too.
+struct Share {
+  int64_t first_head, head;
+  int row, first;
+  bool live;
 
   template <class T>
-  __device__ __forceinline__ static Tile of(const Pass<T>& pass, int64_t number, int chunk) {
-    const int64_t row = number * kTileRows, head = int64_t(chunk) * kTileHeads;
-    return {row, head, int(min(int64_t(kTileRows), pass.places.rows - row)),
-            int(min(int64_t(kTileHeads), pass.order.heads - head))};
+  __device__ __forceinline__ static Share of(const Pass<T>& pass, int chunk) {
+    const Split& split = pass.split;
+    const int at = int(threadIdx.x) % (split.heads * split.width);
+    Share share{int64_t(chunk) * split.heads, 0, int(threadIdx.x) / (split.heads * split.width), at % split.width,
+                false};
+    share.head = share.first_head + at / split.width;
+    share.live = share.row < split.subtiles && share.head < pass.order.heads;
+    return share;
   }
 };
 
-// Calls f(row, head) of a tile for its pairs, heads in runs of kTileRows threads.
-template <class F>
-__device__ __forceinline__ void for_pairs(const Tile& tile, F&& f) {
-  for (int i = int(threadIdx.x); i < kTileRows * tile.heads; i += kThreads) {
-    if (i % kTileRows < tile.rows) f(i % kTileRows, i / kTileRows);
+// The rows of a tile: the place of each in kernel_lse for head 0, and whether it is padding.
+struct TileRows {
+  int64_t places[kTileRows * kMostSubtiles];
+  bool padding[kTileRows * kMostSubtiles];
+
+  // Between barriers. Returns the number of rows.
+  template <class T>
+  __device__ __forceinline__ int find(const Pass<T>& pass, int64_t first) {
+    const int rows = int(min(int64_t(pass.split.rows()), pass.places.rows - first));
+    for (int i = int(threadIdx.x); i < rows; i += kThreads) {
+      padding[i] = pass.places.is_padding(first + i);
+      places[i] = pass.order.place(first + i, 0);
+    }
+    return rows;
   }
-}
+};
 
 // N elements are 16 bytes, or N is 1. (store_packed is PTX, which emulated blocks do not run.)
 template <class T, int N>
@@ -126,171 +158,148 @@ __device__ __forceinline__ void scale(Packed<T, N>& x, float factor) {
   x = narrow<T, N>(values);
 }
 
+// A block takes a tile of rows and a chunk of heads.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const Pass<T> pass) {
-  __shared__ bool padding[kTileRows];
-  __shared__ float factors[kTileRows * kTileHeads];
-  const int thread = int(threadIdx.x);
-  const Tile tile = Tile::of(pass, blockIdx.x / unsigned(pass.chunks()), int(blockIdx.x % unsigned(pass.chunks())));
-  if (thread < tile.rows) padding[thread] = pass.places.is_padding(tile.first_row + thread);
+__global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const Pass<T> pass) {
+  __shared__ TileRows tile;
+  const unsigned chunks = unsigned(pass.split.chunks(pass.order.heads));
+  const int64_t first_row = int64_t(blockIdx.x / chunks) * pass.split.rows();
+  const int rows = tile.find(pass, first_row), subtiles = pass.split.subtiles;
+  const Share share = Share::of(pass, int(blockIdx.x % chunks));
+  const bool has_sink = pass.sink != nullptr;
+  const float sink = has_sink && share.live ? pass.sink[share.head] : 0.f;
   __syncthreads();
-  for_pairs(tile, [&](int row, int head) {
-    const int64_t at_row = tile.first_row + row, at_head = tile.first_head + head;
-    Sunk sunk{0.f, kZeroed};
-    if (!padding[row]) {
-      sunk = {lse_of_kernel(pass.kernel_lse[pass.order.place(at_row, at_head)]), 1.f};
-      if (pass.sink != nullptr) sunk = Sunk::of(sunk.lse, pass.sink[at_head]);
-    }
-    *pass.lse.at(at_row, at_head) = sunk.lse;
-    factors[row * kTileHeads + head] = sunk.factor;
-  });
-  __syncthreads();
-  bool writes = pass.sink != nullptr;
-  for (int row = 0; row < tile.rows; ++row) writes = writes || padding[row];
-  if (!writes) return;
-  const int of_head = pass.head_dim / N, of_row = tile.heads * of_head, all = tile.rows * of_row;
-  for (int first = thread; first < all; first += kAtOnce * kThreads) {
-    Packed<T, N> x[kAtOnce]{};
-    float factor[kAtOnce];
-    T* at[kAtOnce]{};
+  if (!share.live) return;
+  const int64_t step = subtiles * pass.out.pitch;
+  int vector = share.first;
+  do {
+    T* const begin = pass.out.at(first_row + share.row, share.head * pass.head_dim + vector * N);
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int i = first + k * kThreads;
-      factor[k] = 1.f;
-      if (i >= all) continue;
-      const int row = i / of_row, vector = i % of_row;
-      factor[k] = factors[row * kTileHeads + vector / of_head];
-      at[k] = pass.out.at(tile.first_row + row, tile.first_head * pass.head_dim + vector * N);
-      if (factor[k] != 1.f) x[k] = load_packed<T, N>(at[k]);
-    }
+    for (int first = 0; first < kTileRows; first += kAtOnce) {
+      Packed<T, N> x[kAtOnce]{};
+      float given[kAtOnce]{};
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (factor[k] == 1.f) continue;
-      scale<T, N>(x[k], factor[k]);
-      store_vector<T, N>(at[k], x[k]);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int row = (first + k) * subtiles + share.row;
+        if (row >= rows || tile.padding[row]) continue;
+        given[k] = pass.kernel_lse[tile.places[row] + share.head * pass.order.seq];
+        if (has_sink) x[k] = load_packed<T, N>(begin + (first + k) * step);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int row = (first + k) * subtiles + share.row;
+        if (row >= rows) continue;
+        Sunk sunk{0.f, kZeroed};
+        if (!tile.padding[row]) {
+          sunk = {lse_of_kernel(given[k]), 1.f};
+          if (has_sink) sunk = Sunk::of(sunk.lse, sink);
+        }
+        if (vector == 0) *pass.lse.at(first_row + row, share.head) = sunk.lse;
+        if (sunk.factor == 1.f) continue;
+        scale<T, N>(x[k], sunk.factor);
+        store_vector<T, N>(begin + (first + k) * step, x[k]);
+      }
     }
+    vector += pass.split.width;
+  } while (N == 1 && vector < pass.head_dim);
+}
+
+// Writes lse in the kernel's order. A block takes a tile of rows and kTileHeads heads, heads in runs of kTileRows
+// threads.
+__global__ void __launch_bounds__(kThreads) kernel_lse_kernel(const Pass<float> pass) {
+  const unsigned chunks = unsigned((pass.order.heads + kTileHeads - 1) / kTileHeads);
+  const int64_t first_row = int64_t(blockIdx.x / chunks) * kTileRows;
+  const int64_t first_head = int64_t(blockIdx.x % chunks) * kTileHeads;
+  const int heads = int(min(int64_t(kTileHeads), pass.order.heads - first_head));
+  for (int i = int(threadIdx.x); i < kTileRows * heads; i += kThreads) {
+    const int64_t row = first_row + i % kTileRows, head = first_head + i / kTileRows;
+    if (row >= pass.places.rows) continue;
+    const float lse = pass.places.is_padding(row) ? 0.f : lse_for_kernel(*pass.lse.at(row, head));
+    pass.kernel_lse[pass.order.place(row, head)] = lse;
   }
 }
 
-// The pairs of a row and a head that a group of lanes takes, in turn: pair `group`, `group` + groups, ...
-struct PairWalk {
-  int heads, rows, step_rows, step_heads, row, head;
-
-  __device__ __forceinline__ static PairWalk of(const Tile& tile, int groups, int group) {
-    return {tile.heads, tile.rows, groups / tile.heads, groups % tile.heads, group / tile.heads, group % tile.heads};
-  }
-  __device__ __forceinline__ bool live() const { return row < rows; }
-  __device__ __forceinline__ int place() const { return row * kTileHeads + head; }
-  __device__ __forceinline__ void advance() {
-    row += step_rows;
-    head += step_heads;
-    if (head >= heads) head -= heads, ++row;
-  }
-};
-
-// Vectors of dout and out of kPairsAtOnce pairs.
+// The sum over a tile's rows of a thread's vector for the sink's gradient. Writes their lse in the kernel's order.
 template <class T, int N>
-struct PairVectors {
-  Packed<T, N> dout[kPairsAtOnce], out[kPairsAtOnce];
-
-  // Zeros where there is no pair or vector, or where the row is padding.
-  __device__ __forceinline__ void load(const Pass<T>& pass, const Tile& tile, const bool* padding, PairWalk walk,
-                                       int vector) {
-    const bool in_head = vector * N < pass.head_dim;
-#pragma unroll
-    for (int k = 0; k < kPairsAtOnce; ++k, walk.advance()) {
-      dout[k] = out[k] = {};
-      if (!in_head || !walk.live() || padding[walk.row]) continue;
-      const int64_t col = (tile.first_head + walk.head) * pass.head_dim + int64_t(vector) * N;
-      dout[k] = load_packed<T, N>(pass.dout.at(tile.first_row + walk.row, col));
-      out[k] = load_packed<T, N>(pass.out.at(tile.first_row + walk.row, col));
-    }
-  }
-  __device__ __forceinline__ void add_products(float (&dots)[kPairsAtOnce]) const {
-#pragma unroll
-    for (int k = 0; k < kPairsAtOnce; ++k) {
-      float a[N], b[N];
-      widen<T, N>(dout[k], a);
-      widen<T, N>(out[k], b);
-#pragma unroll
-      for (int i = 0; i < N; ++i) dots[k] += a[i] * b[i];
-    }
-  }
-};
-
-// The threads that share a pair's products.
-__device__ __forceinline__ int lanes_of(int vectors) {
-  int lanes = 1;
-  while (lanes < vectors && lanes < kWarp) lanes *= 2;
-  return lanes;
-}
-
-// The products of a tile's rows of dout and out, times `weights`, into `products`. `loaded`: the first vectors of the
-// walk's first pairs; those of the next pairs are loaded before the lanes add up.
-template <class T, int N>
-__device__ __forceinline__ void weighted_products(const Pass<T>& pass, const Tile& tile, const bool* padding,
-                                                  PairWalk walk, PairVectors<T, N>& loaded, int lane, int lanes,
-                                                  const float* weights, float* products) {
-  const int of_head = pass.head_dim / N;
-  for (int pairs = tile.rows * tile.heads; pairs > 0; pairs -= kPairsAtOnce * (kThreads / lanes)) {
-    float dots[kPairsAtOnce] = {};
-    loaded.add_products(dots);
-    for (int vector = lane + lanes; vector < of_head; vector += lanes) {
-      loaded.load(pass, tile, padding, walk, vector);
-      loaded.add_products(dots);
-    }
-    PairWalk at = walk;
-#pragma unroll
-    for (int k = 0; k < kPairsAtOnce; ++k) walk.advance();
-    loaded.load(pass, tile, padding, walk, lane);
-#pragma unroll
-    for (int k = 0; k < kPairsAtOnce; ++k, at.advance()) {
-      for (int offset = lanes / 2; offset > 0; offset /= 2) dots[k] += __shfl_xor_sync(0xffffffffu, dots[k], offset);
-      if (lane != 0 || !at.live()) continue;
-      const float weight = weights[at.place()];
-      products[at.place()] = weight == 0.f ? 0.f : weight * dots[k];
-    }
-  }
-}
-
-// A block takes the tiles part, part + parts, .. of a chunk of heads; kSink: and writes its part of the sink's
-// gradient.
-template <class T, int N, bool kSink>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const Pass<T> pass, int parts) {
-  __shared__ bool padding[kTileRows];
-  __shared__ float weights[kTileRows * kTileHeads], products[kTileRows * kTileHeads];
-  const int thread = int(threadIdx.x), chunk = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts;
-  const int lanes = kSink ? lanes_of(pass.head_dim / N) : 1, lane = thread % lanes;
+__device__ __forceinline__ float of_tile(const Pass<T>& pass, const TileRows& tile, int64_t first_row, int rows,
+                                         const Share& share, int vector, float sink) {
+  const int64_t col = share.head * pass.head_dim + vector * N, begin = first_row + share.row;
+  const int subtiles = pass.split.subtiles;
+  const T *const dout = pass.dout.at(begin, col), *const out = pass.out.at(begin, col);
+  const float* const lses = pass.lse.at(begin, share.head);
+  // A row's place by one step from the tile's first: addresses of their own leave no registers for the vectors.
+  const int64_t dout_step = subtiles * pass.dout.pitch, out_step = subtiles * pass.out.pitch;
+  const int64_t lse_step = subtiles * pass.lse.pitch;
   float sum = 0.f;
-  Tile tile{};
-  for (int64_t number = part; number < tiles_of(pass.places.rows); number += parts) {
-    tile = Tile::of(pass, number, chunk);
-    if (thread < tile.rows) padding[thread] = pass.places.is_padding(tile.first_row + thread);
-    __syncthreads();
-    const PairWalk walk = PairWalk::of(tile, kThreads / lanes, thread / lanes);
-    PairVectors<T, N> vectors;
-    if (kSink) vectors.load(pass, tile, padding, walk, lane);  // on their way beside the lse
-    for_pairs(tile, [&](int row, int head) {
-      const int64_t at_row = tile.first_row + row, at_head = tile.first_head + head;
-      const float lse = padding[row] ? 0.f : *pass.lse.at(at_row, at_head);
-      pass.kernel_lse[pass.order.place(at_row, at_head)] = lse_for_kernel(lse);
-      if (kSink) weights[row * kTileHeads + head] = padding[row] ? 0.f : -sink_share(pass.sink[at_head], lse);
-    });
-    __syncthreads();
-    if (!kSink) continue;
-    weighted_products<T, N>(pass, tile, padding, walk, vectors, lane, lanes, weights, products);
-    __syncthreads();
-    for (int row = 0; row < tile.rows && thread < tile.heads; ++row) sum += products[row * kTileHeads + thread];
+#pragma unroll
+  for (int first = 0; first < kTileRows; first += kAtOnce) {
+    Packed<T, N> x[kAtOnce]{}, y[kAtOnce]{};  // zeros of padding
+    float lse[kAtOnce]{};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int row = (first + k) * subtiles + share.row;
+      if (row >= rows || tile.padding[row]) continue;
+      lse[k] = lses[(first + k) * lse_step];
+      x[k] = load_packed<T, N>(dout + (first + k) * dout_step);
+      y[k] = load_packed<T, N>(out + (first + k) * out_step);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int row = (first + k) * subtiles + share.row;
+      if (row >= rows) continue;
+      if (vector == 0) pass.kernel_lse[tile.places[row] + share.head * pass.order.seq] = lse_for_kernel(lse[k]);
+      const float weight = sink_share(sink, lse[k]);
+      float a[N], b[N], dot = 0.f;
+      widen<T, N>(x[k], a);
+      widen<T, N>(y[k], b);
+#pragma unroll
+      for (int i = 0; i < N; ++i) dot += a[i] * b[i];
+      sum += weight == 0.f ? 0.f : weight * dot;
+    }
   }
-  if (kSink && thread < tile.heads) pass.partials[part * pass.order.heads + tile.first_head + thread] = sum;
+  return sum;
 }
 
-// dsink of the parts: a warp's lanes are heads, its number the first of every kSumRows-th part.
-__global__ void __launch_bounds__(kWarp* kSumRows)
+// With a sink: a block takes the tiles part, part + parts, .. of a chunk of heads and writes its part of the gradient.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, kBlocks) backward_kernel(const Pass<T> pass, int parts) {
+  __shared__ TileRows tile;
+  __shared__ float sums[kThreads];
+  const Split& split = pass.split;
+  const unsigned chunks = unsigned(split.chunks(pass.order.heads));
+  const int64_t part = blockIdx.x / chunks;
+  const Share share = Share::of(pass, int(blockIdx.x % chunks));
+  const float sink = share.live ? pass.sink[share.head] : 0.f;
+  float sum = 0.f;
+  for (int64_t row = part * split.rows(); row < pass.places.rows; row += int64_t(parts) * split.rows()) {
+    __syncthreads();
+    const int rows = tile.find(pass, row);
+    __syncthreads();
+    if (!share.live) continue;
+    int vector = share.first;
+    do {
+      sum += of_tile<T, N>(pass, tile, row, rows, share, vector, sink);
+      vector += split.width;
+    } while (N == 1 && vector < pass.head_dim);
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  const int head = int(threadIdx.x), all = split.heads * split.width;
+  if (head >= split.heads || share.first_head + head >= pass.order.heads) return;
+  sum = 0.f;
+  for (int subtile = 0; subtile < split.subtiles; ++subtile) {
+    for (int i = 0; i < split.width; ++i) sum += sums[subtile * all + head * split.width + i];
+  }
+  pass.partials[part * pass.order.heads + share.first_head + head] = -sum;
+}
+
+// dsink of the parts. A thread adds every kSumRows-th part of a head, a warp those of kSumHeads heads.
+__global__ void __launch_bounds__(kSumHeads* kSumRows)
     sum_parts_kernel(const float* partials, int parts, int64_t heads, float* dsink) {
-  __shared__ float sums[kSumRows][kWarp + 1];
-  const int lane = int(threadIdx.x) % kWarp, first = int(threadIdx.x) / kWarp;
-  const int64_t head = int64_t(blockIdx.x) * kWarp + lane;
+  constexpr int kWarps = kSumHeads * kSumRows / kWarp;
+  __shared__ float sums[kWarps][kSumHeads];
+  const int thread = int(threadIdx.x), first = thread / kSumHeads;
+  const int64_t head = int64_t(blockIdx.x) * kSumHeads + thread % kSumHeads;
   float sum = 0.f;
   for (int begin = first; begin < parts && head < heads; begin += kSumRows * kPartsAtOnce) {
     float x[kPartsAtOnce];
@@ -302,10 +311,14 @@ __global__ void __launch_bounds__(kWarp* kSumRows)
 #pragma unroll
     for (const float value : x) sum += value;
   }
-  sums[first][lane] = sum;
+#pragma unroll
+  for (int offset = kSumHeads; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (thread % kWarp < kSumHeads) sums[thread / kWarp][thread % kWarp] = sum;
   __syncthreads();
-  if (first != 0 || head >= heads) return;
-  for (int i = 1; i < kSumRows; ++i) sum += sums[i][lane];
+  if (thread >= kSumHeads || head >= heads) return;
+  sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += sums[i][thread];
   dsink[head] = sum;
 }
 

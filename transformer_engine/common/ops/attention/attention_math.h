@@ -10,8 +10,8 @@
 
 namespace te::attention {
 
-constexpr int kTileRows = 8;          // of a block at a time
-constexpr int64_t kMostParts = 1024;  // of a sink's gradient: each sums every kMostParts-th tile
+constexpr int kTileRows = 8;         // of a block at a time
+constexpr int64_t kMostParts = 512;  // of a sink's gradient: each sums every kMostParts-th tile
 
 TE_HOST_DEVICE int64_t tiles_of(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 TE_HOST_DEVICE int64_t parts_of(int64_t rows) { return tiles_of(rows) < kMostParts ? tiles_of(rows) : kMostParts; }
