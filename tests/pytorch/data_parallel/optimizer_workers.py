@@ -283,6 +283,8 @@ def tensor_parallel(rank, ranks):
         module = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3))).to(here())
         module.append(te.GroupedLinear(1, 4, 4, bias=False, device=here()))
         assert module[3].weight0.tensor_model_parallel
+        module.append(te.GroupedLinear(1, 4, 4, bias=False, device=here()))
+        module[4].weight0.allreduce = False  # experts of this rank
         module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
         module[1].weight.sequence_parallel = True
         ddp = DistributedDataParallel(
@@ -294,12 +296,13 @@ def tensor_parallel(rank, ranks):
         module[1].weight.main_grad.fill_(1.0 + rank)
         module[2].weight.main_grad.fill_(4.0)
         module[3].weight0.main_grad.fill_(5.0)
-        wanted = (16 * 1 + 16 * 4 + 16 * 9 + 16 * 16 + 16 * 25) ** 0.5
+        module[4].weight0.main_grad.fill_(6.0 + rank)
+        wanted = (16 * 1 + 16 * 4 + 16 * 9 + 16 * 16 + 16 * 25 + 16 * 36 + 16 * 49) ** 0.5
         for _ in range(2):
             norm = optimizer.step()
             assert abs(float(norm) - wanted) < 1e-5, norm
             assert (module[1].weight.main_grad == 3.0).all()
-        assert all(s["momentum_buffer"].shape == (4, 4) for s in list(optimizer.state_dict()["state"].values())[1:])
+        assert all(s["momentum_buffer"].shape == (4, 4) for s in list(optimizer.state_dict()["state"].values())[1:4])
         before = copy.deepcopy(module.state_dict())
         for layer in (2, 3):
             optimizer.zero_grad()

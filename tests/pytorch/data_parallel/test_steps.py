@@ -238,3 +238,18 @@ def test_the_factor_of_a_small_norm_is_that_of_torch():
         torch.nn.utils.clip_grad_norm_([gradient], 1e-6)
         factor = clip_factor(torch.tensor(norm), 1e-6, None)
         torch.testing.assert_close(factor * norm, gradient.grad)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_whole_weights_that_move(moves):
+    """A step writes the memory that the weights had when the optimizer was made."""
+    module = torch.nn.Linear(4, 4, device=here())
+    ddp, optimizer = wrapped(module, lambda params: torch.optim.SGD(params, lr=1.0), False)
+    module.load_state_dict(module.state_dict())
+    step(ddp, optimizer, torch.ones(2, 4, device=here()))
+    if not moves:
+        return
+    module.bfloat16()
+    for call in (optimizer.zero_grad, optimizer.step):
+        with refused(RuntimeError, "'weight' has moved to other memory", "after .to() and casts"):
+            call()

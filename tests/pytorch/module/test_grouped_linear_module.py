@@ -59,9 +59,12 @@ def pickled(module):
 def test_marks_of_clients_survive_moves_and_copies(device):
     ours = te.GroupedLinear(4, K, N, device=device)
     for p in ours.parameters():
-        p.allreduce = False
-    for moved in (copy.deepcopy(ours), pickled(ours), ours.to(torch.bfloat16), ours.cpu()):
-        assert all(p.allreduce is False and hasattr(p, "partition_dim") for p in moved.parameters())
+        p.allreduce = p.tensor_model_parallel = False  # the second one has another value from the module
+    (loaded := copy.deepcopy(ours)).load_state_dict(ours.state_dict())
+    loaded.reset_parameters()
+    for moved in (copy.deepcopy(ours), pickled(ours), loaded, ours.to(torch.bfloat16), ours.cpu()):
+        for p in moved.parameters():
+            assert p.allreduce is p.tensor_model_parallel is False and hasattr(p, "partition_dim")
     meta = te.GroupedLinear(2, K, N, device="meta")
     meta.weight1.allreduce = False
     meta.to_empty(device=device)

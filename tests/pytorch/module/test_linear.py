@@ -125,6 +125,14 @@ def test_attributes_clients_read(device):
     assert repr(module) == "Linear(in_features=16, out_features=24, bias=True)"
 
 
+def test_marks_that_clients_change_stay(device):
+    module = te.Linear(16, 24, parallel_mode="row", device=device)
+    module.weight.partition_stride = 2
+    module.load_state_dict(module.state_dict())
+    module.reset_parameters()
+    assert module.to(torch.bfloat16).weight.partition_stride == 2 and module.weight.partition_dim == 1
+
+
 def test_default_initialisation(device):
     module = te.Linear(512, 512, device=device)
     assert not module.bias.any()

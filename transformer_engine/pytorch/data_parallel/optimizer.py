@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine.pytorch import _C
 from transformer_engine.pytorch._internal.capture_flag import stream_captures
 from transformer_engine.pytorch._internal.torch_private import disable_dynamo
 from transformer_engine.pytorch.data_parallel import files
@@ -64,6 +65,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         device = self.ddps[0].buffers_device
         self._steps = steps_of(optimizer, self._shards, device)
         every = [shard for own in self._shards for shard in own]
+        self._whole = [s for s in every if not (s.group.is_sharded or s.is_fp8)]
+        self._kept = _C.KeptObjects()  # their memory is the parameters' own
+        for shard in self._whole:
+            self._kept.add(shard.param, [], [shard.param])
         self._norm = GradNorm(every, self.ddps[0], tp_group, grad_stats_group)
         self._tp_group = tp_group
         self._cuts = _cuts_of(self.ddps, tp_group)
@@ -139,6 +144,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_wrappers(self, call: str) -> None:
         for ddp in self.ddps:
             ddp._check_is_current(f"{call} of a DistributedOptimizer")
+        moved = self._kept.changed()
+        if moved >= 0:
+            shard = self._whole[moved]
+            raise RuntimeError(
+                f"{OP}: parameter '{shard.group.names[shard.param]}' has moved to other memory since the optimizer was "
+                "made, so that a step would not reach it, wanted it as it was; wrap the module and make the optimizer "
+                "after .to() and casts."
+            )
 
     def _sum_sequence_parallel(self) -> None:
         """Gradients of which each tensor-parallel rank has the sum over its own tokens; once for a reduction. The ranks

@@ -124,10 +124,14 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
         for tag, value in self._tags[name].items():
             setattr(getattr(self, name), tag, value)
 
-    def _tag_all(self) -> None:
-        for name in self._tags:
-            if getattr(self, name, None) is not None:
-                self._tag(name)
+    def _tag_missing(self, *names: str) -> None:
+        """Of these parameters, or all, which torch may have replaced. Marks that are there stay: users may have changed
+        them."""
+        for name in names or self._tags:
+            parameter = self._parameters.get(name)
+            for tag, value in self._tags[name].items() if parameter is not None else ():
+                if not hasattr(parameter, tag):
+                    setattr(parameter, tag, value)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialises the parameters in their order; those on the meta device are first allocated on a real one. With
@@ -143,7 +147,7 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
                 target = resolve_device(None) if self.device.type == "meta" else self.device
                 parameter = torch.nn.Parameter(torch.empty_like(parameter, device=target), parameter.requires_grad)
                 setattr(self, name, parameter)
-            self._tag(name)  # parameters that to_empty() made have no marks
+            self._tag_missing(name)  # parameters that to_empty() made have no marks
             if isinstance(parameter, QuantizedTensor):
                 parameter._values_to_come()
             fork = nullcontext()
@@ -218,11 +222,7 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         with kept_flat(self), converted_in_place(self, fn):
             super()._apply(fn, recurse)
-        for name, tags in self._tags.items():  # torch may have replaced parameters
-            parameter = self._parameters.get(name)
-            for tag, value in tags.items() if parameter is not None else ():
-                if not hasattr(parameter, tag):
-                    setattr(parameter, tag, value)
+        self._tag_missing()
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -240,6 +240,7 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == weight.shape:
                 weight._values_to_come()  # loaded values bring their own scale, however many steps the module has run
+        before = dict(self._parameters)
         with kept_flat(self):  # assign=True replaces parameters
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self.runtime.quantization.parameters_loaded(self)
@@ -249,7 +250,10 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
             missing.remove(key)
         # Checkpoints of other versions have extra states of further parts, which hold no parameters.
         unexpected[:] = [key for key in unexpected if not (key.startswith(prefix) and is_extra_state(key))]
-        self._tag_all()
+        for name in self._tags:
+            if self._parameters.get(name) is not before.get(name):
+                self._tag(name)  # the marks of another module may be on it
+        self._tag_missing()
 
     def __getstate__(self) -> dict[str, object]:
         state = {**self.__dict__, **self.runtime.in_files()}
@@ -260,7 +264,10 @@ class TransformerEngineBaseModule(QuantizedModule, AtomicCheckpoints):
         self.runtime = Runtime.of_file(state := dict(state))
         super().__setstate__(state)
         renumber_marks(self._tags.values())
-        self._tag_all()  # a deep copy of a parameter has no marks
+        for name, tags in self._tags.items():  # a copied parameter has its former number, or no mark
+            if "row_unit" in tags and self._parameters.get(name) is not None:
+                self._parameters[name].row_unit = tags["row_unit"]
+        self._tag_missing()
         self._settle({})
 
     def _replicate_for_data_parallel(self):

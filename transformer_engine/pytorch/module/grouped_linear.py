@@ -401,20 +401,23 @@ def _refuse_single(op: str, **requested: bool) -> None:
 
 
 def _marks_of(module: torch.nn.Module) -> dict[str, dict[str, object]]:
-    tags = module._tags
+    """Marks of clients, also those that the module makes with other values."""
     return {
-        name: {k: v for k, v in vars(p).items() if k not in tags.get(name, ()) and type(v) in _PLAIN}
+        name: {k: v for k, v in vars(p).items() if type(v) in _PLAIN and _is_clients(k, v, module._tags.get(name, {}))}
         for name, p in module._parameters.items()
         if p is not None and not isinstance(p, QuantizedTensor)
     }
+
+
+def _is_clients(key: str, value: object, tags: Mapping[str, object]) -> bool:
+    return key not in tags or (key != "row_unit" and value != tags[key])
 
 
 def _mark(module: torch.nn.Module, marks: Mapping[str, Mapping[str, object]]) -> None:
     for name, values in marks.items():
         parameter = module._parameters.get(name)
         for key, value in values.items() if parameter is not None else ():
-            if not hasattr(parameter, key):
-                setattr(parameter, key, value)
+            setattr(parameter, key, value)
 
 
 @absent("the autograd function behind GroupedLinear, called directly, is", "call the module")
