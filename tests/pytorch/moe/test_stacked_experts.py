@@ -224,6 +224,42 @@ def test_a_parametrization_of_the_stack(device):
     assert_same_bits(original.grad, 2 * twin.experts.fc1.weight.grad)
 
 
+@pytest.mark.parametrize("recipe", ["none", "block"])
+@pytest.mark.parametrize("computed", [False, True], ids=["memory", "parametrization"])
+def test_a_stack_of_another_layout(computed, recipe, device):
+    """Its bits are those of the contiguous one, with kept FP8 weights too."""
+
+    class Transposed(torch.nn.Module):
+        def forward(self, w):
+            return w.mT.contiguous().mT
+
+    ours, made = build(device), recipe_of(recipe)
+    twin, part = copy.deepcopy(ours), ours.experts.fc1
+    if computed:
+        torch.nn.utils.parametrize.register_parametrization(part, "weight", Transposed(), unsafe=True)
+    else:
+        part.weight.data = Transposed()(part.weight.data)
+    assert not part.weight.is_contiguous()
+    x, dy = draw(device)
+    for first in (None, True, False):
+        assert_same_steps(*(run(m, x, dy, made, lambda x, m=m: m(x, first)) for m in (ours, twin)))  # noqa: B023
+        theirs = part.parametrizations.weight.original if computed else part.weight
+        assert_same_bits(theirs.grad.contiguous(), twin.experts.fc1.weight.grad)
+
+
+@pytest.mark.parametrize("first", [None, True], ids=["each call", "kept"])
+@pytest.mark.parametrize("count", [3, 2 * EXPERTS])
+def test_another_number_of_experts_in_the_weights_is_refused(count, first, device):
+    ours = build(device)
+    for p in ours.experts.parameters():
+        p.data = p.data.repeat(2, 1, 1)[:count]
+    x, _ = draw(device)
+    with te.autocast(enabled=True, recipe=recipe_of("block")), pytest.raises(ValueError, match="wanted") as caught:
+        ours(x, first)
+    if first:
+        assert f"parameter 'weight' is [{count}, {2 * FFN}, {HIDDEN}], wanted [{EXPERTS}," in str(caught.value)
+
+
 def test_plans_and_paths_name_one_parameter(device):
     ours = build(device)
     before, (x, _) = as_before(ours), draw(device)

@@ -43,7 +43,7 @@ def _compare(module: torch.nn.Module, given: Mapping[str, object], strict: bool,
     for prefix, part in module.named_modules():
         if hasattr(part, "_named_as"):  # it loads more than one form
             prefix = f"{prefix}." if prefix else ""
-            unfit += part._not_to_assign(given, prefix) if assign else []
+            unfit += part._refused(given, prefix, assign)
             own = part._named_as(own, given, prefix)
     missing = [key for key in own if key not in given and not is_extra_state(key)]
     unexpected = [key for key in given if key not in own and not is_extra_state(key)]

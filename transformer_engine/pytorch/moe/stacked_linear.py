@@ -40,10 +40,17 @@ class StackedGroupedLinear(GroupedLinear):
 
     def call_of(self, inp: torch.Tensor, splits: Splits, is_first_microbatch: bool | None) -> GroupedCall:
         call = super().call_of(inp, splits, is_first_microbatch)
-        return GroupedCall(call.weights[0], *call[1:])
+        weight = call.weights[0]  # a parametrization, or memory of a client, may have another layout
+        return GroupedCall(weight if weight.is_contiguous() else weight.contiguous(), *call[1:])
 
     def _matrices(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(weights[0].detach().unbind(0))
+        stack = weights[0].detach()
+        if stack.dim() != 3 or stack.shape[0] != self.num_gemms:
+            raise ValueError(
+                f"{type(self).__name__}: parameter 'weight' is {list(stack.shape)}, wanted "
+                f"[{self.num_gemms}, {self.out_features}, {self.in_features}], a matrix for each group."
+            )
+        return list(stack.unbind(0))
 
     # ---- state dicts ----
 
@@ -67,34 +74,51 @@ class StackedGroupedLinear(GroupedLinear):
         return [f"{prefix}weight{i}" for i in self._products]
 
     def _each(self, state_dict: Mapping[str, object], prefix: str) -> dict[str, object]:
-        """The entries of a checkpoint that has a weight for each group, all or some of them."""
-        if f"{prefix}weight" in state_dict:
+        """The entries of a checkpoint that has a weight for each group, all or some of them. Empty where
+        a parametrization computes the weight, as torch loads its parameters then."""
+        if f"{prefix}weight" in state_dict or "weight" not in self._parameters:
             return {}
         return {name: state_dict[name] for name in self._names(prefix) if name in state_dict}
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         each, key = self._each(state_dict, prefix), f"{prefix}weight"
         assigns = metadata.get("assign_to_params_buffers", False)
+        refused = self._refused(state_dict, prefix, assigns)
+        errors += refused
         if each:
             state_dict = {name: value for name, value in state_dict.items() if name not in each}
-        if each and assigns:
-            refused = self._not_to_assign(each, prefix)
-            errors += refused
+        if each and (assigns or refused):
             state_dict[key] = self.weight if refused else torch.stack([value.detach() for value in each.values()])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        if each and not assigns:  # only now, because hooks of the call above may have waited for the weight
+        if each and not assigns and not refused:  # only now, because hooks of the call above may have waited for it
             if key in missing:
                 missing.remove(key)
                 missing += [name for name in self._names(prefix) if name not in each]
             self._copy(each, prefix, errors)
 
-    def _not_to_assign(self, given: Mapping[str, object], prefix: str) -> list[str]:
+    def _refused(self, given: Mapping[str, object], prefix: str, assign: bool) -> list[str]:
+        """Why a checkpoint with a weight for each group is not loaded, whatever its shapes."""
+        names = [name for name in self._names(prefix) if name in given]
+        weight = self._parameters.get("weight")
+        if not names or weight is None:
+            return []
+        stack = f"{prefix}weight is one parameter for all groups"
+        advice = "load it into a module that is not sharded, whose state_dict() has one tensor for all groups."
+        if f"{prefix}weight" in given:
+            return [
+                f"{stack}, and the checkpoint has it beside {', '.join(names)}, wanted one of both forms; where "
+                f"set_model_state_dict(full_state_dict=True) has added it to a checkpoint of before, {advice}"
+            ]
+        if type(weight) is not torch.nn.Parameter:
+            return [f"{stack}, here a {type(weight).__name__}, and the checkpoint has {', '.join(names)}; {advice}"]
+        return self._not_to_assign(self._each(given, prefix), prefix) if assign else []
+
+    def _not_to_assign(self, each: Mapping[str, object], prefix: str) -> list[str]:
         """Why a weight for each group cannot be assigned as one parameter."""
-        each = self._each(given, prefix)
         absent = [name for name in self._names(prefix) if name not in each]
         plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in each.values())
         kinds = {f"{v.dtype} {list(v.shape)} on {v.device}" if plain else type(v).__name__ for v in each.values()}
-        if not each or (plain and not absent and len(kinds) == 1):
+        if plain and not absent and len(kinds) == 1:
             return []
         found = f"lacks {', '.join(absent)}" if absent else f"has {', '.join(sorted(kinds))}"
         return [
@@ -105,12 +129,6 @@ class StackedGroupedLinear(GroupedLinear):
     @torch.no_grad()
     def _copy(self, each: Mapping[str, object], prefix: str, errors: list[str]) -> None:
         weight = self.weight.detach()
-        if type(weight) is not torch.Tensor:
-            errors.append(
-                f"{prefix}weight is a {type(weight).__name__}, wanted one tensor {list(weight.shape)} in the "
-                f"checkpoint in place of {', '.join(each)}."
-            )
-            return
         if weight.is_meta:
             warnings.warn(
                 f"{prefix}weight is on meta, and stays without the values of the checkpoint; load with assign=True, or "

@@ -23,7 +23,8 @@ def with_stacks(
     """`state_dict` with a state for each parameter among the groups: for a stack (a parameter marked `stacked`) where
     there are states of its matrices, for matrices where there is one of their stack. Unchanged where the numbers of
     parameters do not tell of such states. full_tensor: of a saved state, the tensor with all of its elements.
-    Errors: ValueError for states of one stack that cannot be joined."""
+    States of matrices are joined in the order of their names' numbers, without names in their own order. Errors:
+    ValueError for states of one stack that cannot be joined."""
     saved_groups, states = state_dict["param_groups"], dict(state_dict["state"])
     if len(saved_groups) != len(param_groups):
         return state_dict
@@ -35,10 +36,13 @@ def with_stacks(
             groups.append(saved)
             continue
         changed, new = True, []
+        names = dict(zip(numbers, saved.get("param_names", numbers)))
         for params, its in parts:
             if len(params) == len(its) and not _differs(params[0], states.get(its[0])):
                 new += its
                 continue
+            if _is_stack(params[0]):
+                its = _numbered(op, its, names)
             found = [states.pop(number, None) for number in its]
             if _is_stack(params[0]):
                 joined = _joined(f"{op}: states of parameters {its}", params[0], found, full_tensor)
@@ -48,9 +52,9 @@ def with_stacks(
                 each = [(its[0], i) for i in range(len(params))]
                 states |= dict(zip(each, _divided(found[0], len(params), full_tensor), strict=True)) if found[0] else {}
                 new += each
-        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        own = {"param_names": group["param_names"]} if "param_names" in group else {}
         kept = {name: value for name, value in saved.items() if name != "param_names"}
-        groups.append({**kept, "params": new, **names})
+        groups.append({**kept, "params": new, **own})
     return {**state_dict, "state": states, "param_groups": groups} if changed else state_dict
 
 
@@ -82,6 +86,22 @@ def _splits(params: Sequence[torch.Tensor], numbers: Sequence[Any], states: Mapp
         first += count
     splits = (len(of) > 1 or (not _is_stack(of[0]) and _differs(of[0], states.get(its[0]))) for of, its in parts)
     return parts if first == len(params) and any(splits) else []
+
+
+def _numbered(op: str, its: Sequence[Any], names: Mapping[Any, object]) -> Sequence[Any]:
+    """The numbers of a stack's matrices in the order of their names, if the file has names: parameters that a client
+    sorted by name are weight0, weight1, weight10, weight11, weight2, ..."""
+    found = {names[number]: number for number in its}
+    stem = str(next(iter(found))).rstrip("0123456789")
+    if not stem:  # no name, but a number, which is a word in some files
+        return its
+    wanted = [f"{stem}{i}" for i in range(len(its))]
+    if set(found) != set(wanted):
+        raise ValueError(
+            f"{op}: the matrices of one stack have the names {', '.join(map(str, found))} in 'param_names', wanted "
+            f"{wanted[0]} to {wanted[-1]}, in any order; give the optimizer its parameters in the order of the file."
+        )
+    return [found[name] for name in wanted]
 
 
 def _is_stack(p: torch.Tensor) -> bool:
