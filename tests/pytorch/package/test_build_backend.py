@@ -146,7 +146,7 @@ def test_an_sdist_is_small_and_requires_the_range(tmp_path):
     status, out, error = call(environment(tmp_path / "venv") / "bin/python", code, REPO, [needed])
     assert status == 0, error
     made = tmp_path / out.split()[-1]
-    assert made.stat().st_size < 3e6
+    assert made.stat().st_size < 3.2e6  # of sources alone
     with tarfile.open(made) as archive:
         root = made.name.removesuffix(".tar.gz")
         names = set(archive.getnames())
