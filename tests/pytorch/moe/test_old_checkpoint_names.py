@@ -7,7 +7,7 @@ import torch
 from support import assert_same_bits, refused
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 from .cases import BF16, EXPERTS, FFN, HIDDEN, TOPK, as_before, build, in_todays_names
 
@@ -78,6 +78,23 @@ def test_states_of_two_stacks_are_not_joined(device):
     assert not second.state
 
 
+def test_states_of_torchs_sgd_go_on_by_way_of_fused_sgd(device):
+    old, ours = as_before(many(device, 0)), many(device, 1)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (old, ours))
+    train(old, first, 0)
+    ours.load_state_dict(old.state_dict())
+    with refused(ValueError, "parameter group"):
+        second.load_state_dict(states_of(first))
+    way = FusedSGD(ours.parameters(), lr=0.1, momentum=0.9)
+    way.load_state_dict(states_of(first))
+    second.load_state_dict(way.state_dict())
+    train(old, first, 1)
+    train(ours, second, 1)
+    want = in_todays_names({n: p.detach() for n, p in old.named_parameters()})
+    for name, p in ours.named_parameters():
+        assert_same_bits(p.detach(), want[name], name)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
 def test_both_forms_are_refused(nested, strict, device):
@@ -122,3 +139,29 @@ def test_weights_that_a_parametrization_computes_are_unexpected(nested, device):
     assert result.unexpected_keys == [f"{prefix}{NAMES[0]}{i}" for i in range(EXPERTS)]
     with refused(RuntimeError, "Missing key(s)", "Unexpected key(s)", f"{prefix}{NAMES[0]}0"):
         module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_go_to_the_experts_of_their_numbers(assign, device):
+    old, ours = as_before(many(device, 0)), many(device, 1)
+    state = old.state_dict()
+    ours.load_state_dict(dict(sorted(state.items())), assign=assign)
+    for name in NAMES:
+        assert_same_bits(ours.get_parameter(name).detach(), torch.stack([state[f"{name}{i}"] for i in range(MANY)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*meta")
+def test_a_stack_on_meta_warns(device):
+    """As torch does of its own parameters."""
+    with pytest.warns(UserWarning, match=r"fc1\.weight is on meta, and stays without the values"):
+        build("meta").load_state_dict(as_before(build(device)).state_dict())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_values_that_cannot_be_copied_are_named(nested, device):
+    state = as_before(build(device)).state_dict()
+    state[f"{NAMES[1]}2"] = state[f"{NAMES[1]}2"].to("meta")
+    ours, prefix = build(device), "0." * nested
+    with refused(RuntimeError, f"{prefix}{NAMES[1]}2, ({HIDDEN}, {FFN}), was not copied", "meta"):
+        module = torch.nn.Sequential(ours) if nested else ours
+        module.load_state_dict({f"{prefix}{name}": t for name, t in state.items()})

@@ -345,12 +345,16 @@ def damaged(state, kind):
     if kind == "shape":
         states[numbers[2]]["exp_avg"] = states[numbers[2]]["exp_avg"][1:]
         return "'exp_avg'", f"[{2 * FFN - 1}, {HIDDEN}]", f"wanted [{2 * FFN}, {HIDDEN}]"
+    if kind == "shapes":
+        for number in numbers:
+            states[number]["exp_avg"] = states[number]["exp_avg"][1:]
+        return "'exp_avg'", f"[{2 * FFN - 1}, {HIDDEN}]", f"wanted [{2 * FFN}, {HIDDEN}]"
     for number in numbers:
         states[number]["step"] = torch.tensor(float(number == numbers[2]))
     return "'step'", "0.0, 1.0", "wanted one number"
 
 
-@pytest.mark.parametrize("kind", ["missing", "names", "shape", "steps"])
+@pytest.mark.parametrize("kind", ["missing", "names", "shape", "shapes", "steps"])
 def test_states_that_cannot_be_joined_are_refused(kind, device):
     old, ours = model(device, before=True), model(device)
     first, second = FusedAdam(old.parameters(), lr=0.1), FusedAdam(ours.parameters(), lr=0.1)

@@ -52,9 +52,8 @@ def with_stacks(
                 each = [(its[0], i) for i in range(len(params))]
                 states |= dict(zip(each, _divided(found[0], len(params), full_tensor), strict=True)) if found[0] else {}
                 new += each
-        own = {"param_names": group["param_names"]} if "param_names" in group else {}
-        kept = {name: value for name, value in saved.items() if name != "param_names"}
-        groups.append({**kept, "params": new, **own})
+        kept = {name: value for name, value in saved.items() if name != "param_names"}  # the group has its own
+        groups.append({**kept, "params": new})
     return {**state_dict, "state": states, "param_groups": groups} if changed else state_dict
 
 
@@ -115,9 +114,9 @@ def _differs(p: torch.Tensor, state: object) -> bool:
 
 def _matrices_from(params: Sequence[torch.Tensor], first: int) -> int:
     """The number of parameters from there on that are the rows of one product (`row_unit`), all of it."""
-    unit, index, count = getattr(params[first], "row_unit", (None, 0, 1))
+    unit, _, count = getattr(params[first], "row_unit", (None, 0, 1))
     found = [getattr(p, "row_unit", None) for p in params[first : first + count]]
-    return count if index == 0 and found == [(unit, i, count) for i in range(count)] else 1
+    return count if found == [(unit, i, count) for i in range(count)] else 1
 
 
 def _has_shape(state: object, shape: Sequence[int]) -> bool:
