@@ -132,6 +132,20 @@ def part_of_a_file(rank, file):
     return None
 
 
+def whole_states(rank, before):
+    """The weights of a run, and of one in the other form that goes on from its states, whose shards are whole here."""
+    runs = [made("masters", form) for form in (before, not before)]
+    (module, ddp, optimizer), (other, _, second) = runs
+    train(ddp, optimizer, range(2))
+    te.distributed.ensure_params_ready(module.parameters())
+    other.load_state_dict(module.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    for module, ddp, optimizer in runs:
+        train(ddp, optimizer, range(2, 4))
+        te.distributed.ensure_params_ready(module.parameters())
+    return [weights_of(module) for module, _, _ in runs]
+
+
 def beside_ddp(rank, before):
     """Each rank has half of the experts; the router is shared. The weights after two steps, and the buffers' sizes."""
     whole = layer()

@@ -78,6 +78,14 @@ def test_states_of_two_stacks_are_not_joined(device):
     assert not second.state
 
 
+def test_another_number_of_groups_is_torchs_error(device):
+    old, ours = as_before(build(device)), build(device)
+    extra = torch.nn.Parameter(torch.zeros(3, device=device))
+    first, second = FusedAdam([{"params": old.parameters()}, {"params": [extra]}]), FusedAdam(ours.parameters())
+    with refused(ValueError, "number of parameter groups"):
+        second.load_state_dict(first.state_dict())
+
+
 def test_states_of_torchs_sgd_go_on_by_way_of_fused_sgd(device):
     old, ours = as_before(many(device, 0)), many(device, 1)
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (old, ours))

@@ -129,6 +129,16 @@ def test_kept_weights_are_made_once(recipe, device):
     assert not run(ours, x, dy, made, lambda x: ours(x, True))[0].any()
 
 
+def test_kept_weights_are_found_at_once(device):
+    """By the form of a matrix, which the stack's dimensions do not hide: one by one it takes ten times as long."""
+    part, made = build(device).experts.fc1, recipe_of("block")
+    x = randn(EXPERTS, HIDDEN, dtype=BF16, device=device)
+    with te.autocast(enabled=True, recipe=made):
+        part(x, [1] * EXPERTS, True)
+        copies = part.runtime.quantization.kept_of_all(part, part.weight, False)
+    assert copies is not None and len(copies) == EXPERTS
+
+
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_weights_held_in_fp8_are_one_for_each_expert(recipe, device):
     with te.quantized_model_init(recipe=recipe_of(recipe)):

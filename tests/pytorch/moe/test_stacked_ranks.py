@@ -7,7 +7,7 @@ from support import assert_same_bits
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .cases import EXPERTS, FFN, HIDDEN
-from .stacked_workers import OPTIMIZERS, beside_ddp, convert, load, part_of_a_file, save, sharded_by_fsdp2
+from .stacked_workers import OPTIMIZERS, beside_ddp, convert, load, part_of_a_file, save, sharded_by_fsdp2, whole_states
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -64,6 +64,12 @@ def test_shards_of_before_are_refused(tmp_path):
     for error in on_ranks(part_of_a_file, str(tmp_path / "rank"), ranks=2):
         assert "DistributedOptimizer.load_state_dict" in error and "dcp_to_torch_save" in error
         assert "the state of experts is FlatShard" in error
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["divided", "joined"])
+def test_whole_shards_go_on_in_the_other_form(before):
+    ((want, got),) = on_ranks(whole_states, before, ranks=1)
+    same(got, want)
 
 
 def test_experts_that_ranks_divide(saved):
