@@ -16,6 +16,7 @@ NOT_ASKED = {
     "tp_comm_in_chunks": {
         "test_bits_of_torch_on_the_cpu": "the plain loop computes",
         "test_drop_in_for_torch": "the plain loop computes",
+        "test_the_activation_is_recomputed_over_its_gradient": "it bounds the memory of the default layers",
     },
     "two_weights": {
         "test_bits_of_torch_on_the_cpu": "the plain loop computes",
@@ -31,6 +32,7 @@ NOT_ASKED = {
         "test_main_grad_accumulates_in_float32": "two products are added to main_grad, one after the other",
         "test_bad_input_is_named_and_harmless": "a product sees some rows, and names their shape",
         "test_weight_gradients_elsewhere": "it takes a product of one matrix apart",
+        "test_the_activation_is_recomputed_over_its_gradient": "it bounds the memory of the default layers",
     },
     "recomputed": {
         "test_only_what_is_wanted": "it checks the saved tensors",
@@ -39,6 +41,7 @@ NOT_ASKED = {
         "test_recomputing_the_norm_output_gives_the_same_bits": "it checks the saved tensors",
         "test_never_keeps_the_activation": "it checks the saved tensors",
         "test_recompute_norm_output_keeps_everything_else": "it checks the saved tensors",
+        "test_the_activation_is_recomputed_over_its_gradient": "it bounds the memory of the default layers",
     },
 }
 
