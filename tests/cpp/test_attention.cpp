@@ -138,6 +138,8 @@ TEST(AttentionErrors, Tensors) {
   expect_refused(forward(p.plan, kernel_lse, out, wrong), {"te_attention_forward", "'lse'", "bfloat16", "float32"});
   wrong = out, wrong.cols = 15;
   expect_refused(forward(p.plan, kernel_lse, wrong, lse), {"'out'", "[9, 15]", "a multiple of 2"});
+  wrong.cols = 0;
+  expect_refused(forward(p.plan, kernel_lse, wrong, lse), {"'out'", "[9, 0]", "a multiple of 2 above 0"});
   expect_refused(forward(p.plan, lse, out, lse), {"'kernel_lse'", "[9, 2]", "[2, 9]"});
   te_attention_plan plan = p.plan;
   plan.batch = 3;

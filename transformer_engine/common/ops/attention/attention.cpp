@@ -242,8 +242,9 @@ void check_plan(const char* op, const te_attention_plan& plan, const te_tensor& 
 
 void check_values(const char* op, const char* argument, const te_tensor& t, const te_tensor& lse) {
   check_tensor(op, argument, t);
-  if (t.rows != lse.rows || (lse.cols == 0 ? t.cols != 0 : t.cols % lse.cols != 0)) {
-    bad_argument(op, argument, shape_of(t), concat("[", lse.rows, ", a multiple of ", lse.cols, "]"));
+  const bool has_values = lse.rows > 0 && lse.cols > 0;
+  if (t.rows != lse.rows || (lse.cols == 0 ? t.cols != 0 : t.cols % lse.cols != 0) || (has_values && t.cols == 0)) {
+    bad_argument(op, argument, shape_of(t), concat("[", lse.rows, ", a multiple of ", lse.cols, " above 0]"));
   }
   if (t.device != lse.device) bad_argument(op, argument, concat("on ", device_of(t)), device_of(lse));
 }

@@ -16,9 +16,9 @@ extern "C" __host__ __device__ void __assert_fail(const char* assertion, const c
 namespace te::attention::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kTileHeads = 64;  // of a block that copies lse
-constexpr int kAtOnce = 4;      // rows whose vectors a thread has in flight
-constexpr int kBlocks = 4;      // of an SM; more leave a thread fewer registers than its vectors take
+constexpr int kTileHeads = 64;   // of a block that copies lse
+constexpr int kAtOnce = 4;       // rows whose vectors a thread has in flight
+constexpr int kBlocksPerSm = 4;  // more leave a thread fewer registers than its vectors take
 constexpr int kMostSubtiles = 32;
 constexpr int kSumHeads = 8;     // that a block adds up
 constexpr int kSumRows = 128;    // parts that it adds side by side
@@ -160,7 +160,7 @@ __device__ __forceinline__ void scale(Packed<T, N>& x, float factor) {
 
 // A block takes a tile of rows and a chunk of heads.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const Pass<T> pass) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) forward_kernel(const Pass<T> pass) {
   __shared__ TileRows tile;
   const unsigned chunks = unsigned(pass.split.chunks(pass.order.heads));
   const int64_t first_row = int64_t(blockIdx.x / chunks) * pass.split.rows();
@@ -262,7 +262,7 @@ __device__ __forceinline__ float of_tile(const Pass<T>& pass, const TileRows& ti
 
 // With a sink: a block takes the tiles part, part + parts, .. of a chunk of heads and writes its part of the gradient.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, kBlocks) backward_kernel(const Pass<T> pass, int parts) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) backward_kernel(const Pass<T> pass, int parts) {
   __shared__ TileRows tile;
   __shared__ float sums[kThreads];
   const Split& split = pass.split;
