@@ -11,7 +11,7 @@
  *               Padding: out' = 0, L' = 0.
  *     backward  dsink = - sum over rows of exp(a - L') sum(dout * out'); padding is left out.
  *               The kernel's backward with out' and L' gives the other gradients.
- * Shapes. R rows, h heads, d head_dim. lse [R, h], in the order of out's rows. sink, dsink [1, h].
+ * Shapes. R rows, h heads, d >= 1 head_dim. lse [R, h], in the order of out's rows. sink, dsink [1, h].
  *   kernel_lse [batch * h, R / batch], as a kernel has it: a row for each sequence of the batch (packed: batch 1) and
  *   head; +inf or -inf where a row has seen no key (+inf is written), any value for padding (0 is written).
  * Dtypes. out, dout and gradients float32, float16 or bfloat16; lse, kernel_lse, sink and dsink float32; lengths,
